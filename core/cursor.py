@@ -1,0 +1,58 @@
+"""The cursor state machine: what a slot remembers, what a step plans, what a commit moves.
+
+The rules are plain arithmetic, so one source serves Python integers, torch tensors and (through ``triton.jit``) the kernels.
+
+Per slot, shared by all layers:
+    start    ring row of the oldest live record, 0 ... R - 1
+    count    live (committed, not yet folded) records, 0 ... W
+    pending  odd: ticket of the slot's newest plan, still uncommitted; even: nothing pending
+    flushes  how many folds the request has had
+    key      the request's own number, for random rounding
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Columns of a plan row (int32). `rows`: packed token rows the batch row owns, from `first` on; `t` of them are live tokens.
+PLAN = ("slot", "start", "count", "t", "flush", "append", "first", "rows", "ticket")
+PLAN_WIDTH = len(PLAN)
+
+
+class Cursors(NamedTuple):
+    """Device tensors [S] of every slot's cursor; int32, key int64. Owned by ReplayState, moved by plan and commit alone."""
+
+    start: Tensor
+    count: Tensor
+    pending: Tensor
+    flushes: Tensor
+    key: Tensor
+
+
+def allocate(slots: int, device: torch.device | str) -> Cursors:
+    """Zeroed cursors for that many slots."""
+    ints = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(4))
+    return Cursors(*ints, key=torch.zeros(slots, dtype=torch.int64, device=device))
+
+
+def flush_rule(force, count, t, W):
+    """Whether a step of t tokens folds its ring first: force, or the tokens would not fit into the window."""
+    return (force != 0) | (count + t > W)
+
+
+def append_row(start, count, R):
+    """Ring row of the first record a step appends, on both branches."""
+    return (start + count) % R
+
+
+def next_ticket(pending):
+    """Ticket of the next plan: the next odd number, so that an older plan's commit finds another ticket and does nothing."""
+    return pending + 1 + pending % 2
+
+
+def committed(start, count, flush, accepted, R):
+    """(start, count) after a step of which `accepted` tokens stay; flush is 0 or 1."""
+    return (start + flush * count) % R, (1 - flush) * count + accepted

@@ -1,0 +1,220 @@
+"""Backend `torch`: the whole contract in vectorised torch, on any device, without kernels and without a host sync.
+
+It takes the arguments of the Triton launchers but plain tensors, and any number of tokens per row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cursor import Cursors, append_row, committed, flush_rule, next_ticket
+from .layout import Buffers, Layout
+from .recurrence import L2_EPS, READOUT_G_FLOOR, epilogue, gates, unit
+
+
+def _live(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(slots, rows) with every padding row replaced by one live row, so that a scatter writes that row's value again.
+
+    Without any live row, both point at row 0 and slot 0; ``scatter`` then writes what is there.
+    """
+    valid = slots >= 0
+    rows = torch.where(valid, torch.arange(slots.shape[0], device=slots.device), valid.int().argmax())
+    return slots[rows].clamp(min=0).long(), rows
+
+
+def scatter(target: Tensor, slots: Tensor, values: Tensor) -> None:
+    """target[slots[i]] = values[i] along dimension 0, rows with a negative slot left alone, no host sync."""
+    if slots.shape[0] == 0:
+        return
+    index, rows = _live(slots)
+    kept = torch.where((slots >= 0).any(), values[rows].to(target.dtype), target[index])
+    target.index_copy_(0, index, kept)
+
+
+def plan(
+    slots: Tensor, t: Tensor | None, force: Tensor | None, cu_seqlens: Tensor | None, cursors: Cursors, out: Tensor, T: int, W: int, R: int
+) -> None:
+    """As kernels.cursor.plan."""
+    B = slots.shape[0]
+    at, live = slots.long().clamp(min=0), slots >= 0
+    first = torch.arange(B, device=slots.device) * T if cu_seqlens is None else cu_seqlens[:-1]
+    rows = torch.full_like(first, T) if cu_seqlens is None else cu_seqlens.diff()
+    n = torch.where(live, rows if t is None else t.long(), 0)
+    start, count = (torch.where(live, c[at], 0) for c in (cursors.start, cursors.count))
+    ticket = next_ticket(torch.where(live, cursors.pending[at], 0))
+    flush = live & flush_rule(torch.zeros_like(n) if force is None else force, count, n, W)
+    columns = (slots, start, count, n, flush, append_row(start, count, R), first, rows, ticket)
+    out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
+    scatter(cursors.pending, slots, ticket)
+
+
+def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:
+    """As kernels.cursor.commit."""
+    slot, start, count, t, flush, _, _, _, ticket = plan.unbind(1)
+    pending = (slot >= 0) & (cursors.pending[slot.long().clamp(min=0)] == ticket)
+    slot = torch.where(pending, slot, -1)
+    start, count = committed(start, count, flush, t if accepted is None else accepted, R)
+    flushes = cursors.flushes[slot.long().clamp(min=0)] + flush
+    for cursor, value in ((cursors.start, start), (cursors.count, count), (cursors.flushes, flushes), (cursors.pending, ticket + 1)):
+        scatter(cursor, slot, value)
+
+
+def folded(slots: Tensor, cursors: Cursors, R: int) -> None:
+    """As kernels.cursor.folded."""
+    at = slots.long().clamp(min=0)
+    start, count = committed(cursors.start[at], cursors.count[at], 1, 0, R)
+    flushes = cursors.flushes[at] + 1
+    for cursor, value in ((cursors.start, start), (cursors.count, count), (cursors.flushes, flushes)):
+        scatter(cursor, slots, value)
+
+
+def _fold(state: Tensor, ring: Buffers, A: Tensor | None, slot: Tensor, start: Tensor, n: Tensor, layout: Layout) -> Tensor:
+    """The fp32 states [B, H, V, K] after each row's first n raw records, one token of the recurrence at a time."""
+    row, heads = layout.recurrence, layout.H // layout.G
+    for j in range(layout.W):
+        at, live = append_row(start, j, layout.R), j < n
+        k = unit(row, ring.k[slot, :, at].float()).repeat_interleave(heads, 1)
+        u = ring.v[slot, :, at].float()
+        beta = u.new_ones(u.shape[:2]) if ring.beta is None else ring.beta[slot, :, at]
+        g = ring.g[slot, :, at] if row.stores_g else (A * beta)[..., None]
+        s = state * torch.exp(g)[:, :, None, :]
+        if row.delta:
+            u = u - torch.einsum("bhvk,bhk->bhv", s, k)
+        s = s + torch.einsum("bhv,bhk->bhvk", beta[..., None] * u, k)
+        state = torch.where(live[:, None, None, None], s, state)
+    return state
+
+
+def step(
+    plan: Tensor,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor | None,
+    a: Tensor | None,
+    z: Tensor | None,
+    A: Tensor | None,
+    dt_bias: Tensor | None,
+    D: Tensor | None,
+    buffers: Buffers,
+    out: Tensor,
+    T: int,
+    layout: Layout,
+) -> None:
+    """One step of one layer, up to T tokens per row; reads plan rows, writes ``out`` [N, H, V] and the layer's buffers."""
+    row, heads = layout.recurrence, layout.H // layout.G
+    ring = Buffers(*(None if x is None else x[layer] for x in buffers))
+    slots, start, count, t, flush, append, first, _, _ = (c.long() for c in plan.unbind(1))
+    out.zero_()
+    slot, flush = slots.clamp(min=0), flush.bool()
+
+    state = layout.format.decode(ring.state[slot])
+    state = _fold(state, ring, A, slot, start, torch.where(flush, count, 0), layout)
+    scatter(ring.state, torch.where(flush, slots, -1), layout.format.encode(state))
+    count = torch.where(flush, 0, count)
+
+    # History, oldest first: [B, W, heads, ...]; what a dead row holds is masked away before any arithmetic.
+    j = torch.arange(layout.W, device=plan.device)
+    at, live = append_row(start[:, None], j, layout.R), j < count[:, None]
+
+    def records(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)[slot[:, None], at].float()
+        return torch.where(live.view(*live.shape, *[1] * (x.dim() - 2)), x, 0.0)
+
+    k_j = unit(row, records(ring.k)).repeat_interleave(heads, 2)
+    if row.delta:
+        u_j = records(ring.u)
+    else:
+        u_j = records(ring.v) if ring.beta is None else records(ring.v) * records(ring.beta)[..., None]
+    if row.stores_g:
+        gsum_j = records(ring.gsum)
+        newest = torch.where((count > 0)[:, None, None], ring.gsum[slot, :, append_row(start, count.clamp(min=1) - 1, layout.R)], 0.0)
+    else:
+        g_j = (A * records(ring.beta))[..., None]
+
+    for i in range(T if q.shape[0] else 0):
+        n, on = (first + i).clamp(max=q.shape[0] - 1), i < t
+        token = {name: x if x is None else torch.where(on.view(-1, *[1] * (x.dim() - 1)), x[n], 0) for name, x in
+                 {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}.items()}
+        x_v = token["v"].float()
+        beta, g = gates(row, token["b"], token["a"], A, dt_bias, x_v)
+        q_t = (unit(row, token["q"].float()) * row.q_scale(layout.K)).repeat_interleave(heads, 1)
+        k_t = unit(row, token["k"].float()).repeat_interleave(heads, 1)
+        if row.stores_g:
+            newest = newest + g.clamp(min=READOUT_G_FLOOR)
+            E_j, E_0 = torch.exp(newest[:, None] - gsum_j), torch.exp(newest)
+        else:
+            g_j = torch.cat([g_j, g[:, None]], 1)
+            E = torch.exp(g_j.flip(1).cumsum(1).flip(1))  # E[:, j] decays from before record j on
+            E_j, E_0 = E[:, 1:], E[:, 0]
+
+        def readout(x: Tensor) -> Tensor:
+            weight = torch.einsum("bjhk,bhk->bjh", k_j * E_j, x)
+            return torch.einsum("bhvk,bhk->bhv", state, E_0 * x) + torch.einsum("bjh,bjhv->bhv", weight, u_j)
+
+        u = beta[..., None] * (x_v - readout(k_t) if row.delta else x_v)
+        o = readout(q_t) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
+        scatter(out, torch.where(on, first + i, -1), epilogue(o, x_v, D, token["z"]))
+
+        new = {"k": token["k"], "v": token["v"], "beta": beta, "g": g, "u": u}
+        new |= {"gsum": newest if row.stores_g else None, "rnorm": torch.rsqrt((token["k"].float() ** 2).sum(-1) + L2_EPS)}
+        at_new = append_row(append, i, layout.R)
+        for name, value in new.items():
+            target = getattr(ring, name)
+            if target is not None:
+                _scatter_rows(target, torch.where(on, slots, -1), at_new, value)
+        k_j, u_j = torch.cat([k_j, k_t[:, None]], 1), torch.cat([u_j, u[:, None]], 1)
+        if row.stores_g:
+            gsum_j = torch.cat([gsum_j, newest[:, None]], 1)
+
+
+def _scatter_rows(target: Tensor, slots: Tensor, rows: Tensor, values: Tensor) -> None:
+    """target[slots[i], :, rows[i]] = values[i], rows with a negative slot left alone."""
+    if slots.shape[0] == 0:
+        return
+    index, live = _live(slots)
+    at = rows[live]
+    kept = torch.where((slots >= 0).any(), values[live].to(target.dtype).reshape(-1, *target.shape[1:2], *target.shape[3:]), target[index, :, at])
+    target.transpose(1, 2)[index, at] = kept
+
+
+def materialize(
+    source: Tensor,
+    from_slots: Tensor,
+    buffers: Buffers | None,
+    cursors: Cursors | None,
+    n: Tensor | None,
+    target: Tensor,
+    to_slots: Tensor,
+    A: Tensor | None,
+    layout: Layout,
+) -> None:
+    """As kernels.materialize.materialize."""
+    slot = from_slots.long().clamp(min=0)
+    to = torch.where(from_slots >= 0, to_slots, -1)
+    for layer in range(source.shape[0]):
+        state = source[layer, slot].float()
+        if buffers is not None:
+            records = cursors.count[slot] if n is None else torch.minimum(cursors.count[slot], n)
+            ring = Buffers(*(None if x is None else x[layer] for x in buffers))
+            state = _fold(state, ring, None if A is None else A[layer], slot, cursors.start[slot], records, layout)
+        scatter(target[layer], to, state)
+
+
+def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, out: Tensor, R: int, T: int, silu: bool) -> None:
+    """As kernels.conv.conv; ring [L, S, 1, R, C]."""
+    slots, _, _, t, _, append, first, _, _ = (c.long() for c in plan.unbind(1))
+    taps, slot = weight.shape[1], slots.clamp(min=0)
+    out.zero_()
+    back = torch.arange(1 - taps, 0, device=x.device)
+    window = ring[layer, slot[:, None], 0, (append[:, None] + back) % R]  # [B, taps - 1, C]
+    for i in range(T if x.shape[0] else 0):
+        on = i < t
+        here = torch.where(on[:, None], x[(first + i).clamp(max=x.shape[0] - 1)], 0)
+        window = torch.cat([window, here[:, None]], 1)
+        y = torch.einsum("btc,ct->bc", window[:, -taps:].float(), weight.float())
+        y = y if bias is None else y + bias.float()
+        scatter(out, torch.where(on, first + i, -1), torch.nn.functional.silu(y) if silu else y)
+        _scatter_rows(ring[layer], torch.where(on, slots, -1), append_row(append, i, R), here[:, None])

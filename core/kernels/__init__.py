@@ -1,0 +1,1 @@
+"""Backend `triton`: device code, one operation a file, and its launchers."""

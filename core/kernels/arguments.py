@@ -1,0 +1,104 @@
+"""What kernels receive: named tuples of pointers, strides and sizes, built once on the host.
+
+Strides are in elements. The innermost dimension is contiguous everywhere and has none.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import Buffers, Layout
+from ..recurrence import L2_EPS
+
+
+class Rows(NamedTuple):
+    """A per-slot tensor [L, S, heads, rows, dim]."""
+
+    ptr: Tensor
+    layer: int
+    slot: int
+    head: int
+    row: int
+
+
+class Tokens(NamedTuple):
+    """A packed per-token tensor [N, heads, dim]."""
+
+    ptr: Tensor
+    token: int
+    head: int
+
+
+class Inputs(NamedTuple):
+    """A step's tokens; absent ones are None."""
+
+    q: Tokens
+    k: Tokens
+    v: Tokens
+    b: Tokens | None
+    a: Tokens | None
+    z: Tokens | None
+
+
+class Weights(NamedTuple):
+    """A layer's own parameters, contiguous: A [H], dt_bias [H] or [H, K], D [H]; absent ones are None."""
+
+    A: Tensor | None
+    dt_bias: Tensor | None
+    D: Tensor | None
+
+
+class Dims(NamedTuple):
+    """Compile-time sizes and the recurrence's row."""
+
+    H: tl.constexpr
+    G: tl.constexpr
+    V: tl.constexpr
+    K: tl.constexpr
+    R: tl.constexpr
+    K_PAD: tl.constexpr
+    W_PAD: tl.constexpr
+    DELTA: tl.constexpr
+    PER_CHANNEL: tl.constexpr
+    STORES_G: tl.constexpr
+    NORMALIZE: tl.constexpr
+    BETA: tl.constexpr
+    DECAY: tl.constexpr
+    LOWER_BOUND: tl.constexpr
+    SCALE: tl.constexpr
+    EPS: tl.constexpr
+
+
+@lru_cache(maxsize=256)
+def dims(layout: Layout) -> Dims:
+    """The compile-time half of a layout."""
+    row, pad = layout.recurrence, triton.next_power_of_2
+    sizes = (layout.H, layout.G, layout.V, layout.K, layout.R, pad(layout.K), pad(layout.W))
+    parts = (row.delta, row.per_channel, row.stores_g, row.normalize, row.beta, row.decay)
+    return Dims(*(tl.constexpr(x) for x in (*sizes, *parts, row.lower_bound, row.q_scale(layout.K), L2_EPS)))
+
+
+def rows(tensor: Tensor | None) -> Rows | None:
+    """Rows of a buffer [L, S, heads, rows, ...]."""
+    return None if tensor is None else Rows(tensor, *tensor.stride()[:4])
+
+
+def pool(buffers: Buffers) -> Buffers:
+    """Buffers whose tensors are replaced by their Rows."""
+    return Buffers(*(rows(tensor) for tensor in buffers))
+
+
+def tokens(tensor: Tensor | None) -> Tokens | None:
+    """Tokens of a packed tensor [N, heads, ...]."""
+    return None if tensor is None else Tokens(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def on_device(tensor: Tensor) -> torch.cuda.device:
+    """Context that makes the tensor's GPU the current one, which Triton launches on; nothing on a CPU."""
+    return torch.cuda.device(tensor.device.index if tensor.is_cuda else -1)

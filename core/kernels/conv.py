@@ -1,0 +1,52 @@
+"""Causal depthwise convolution of a step's tokens over the conv-input ring, whose rollback is a pointer move."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cursor import PLAN_WIDTH
+from .arguments import Rows, on_device, tokens
+from .recurrence import at, token, wrap
+
+BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _conv_kernel(plan, layer, x, weight, bias, ring, out, C, R: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    NC = tl.cdiv(C, BLOCK)
+    i_b = tl.program_id(0) // NC
+    o_c = tl.program_id(0) % NC * BLOCK + tl.arange(0, BLOCK)
+    m_c = o_c < C
+    p_plan = plan + i_b * WIDTH
+    slot, t, append, first = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 3), tl.load(p_plan + 5), tl.load(p_plan + 6)
+    owned = tl.load(p_plan + 7)
+
+    for i_t in range(owned):
+        y = tl.zeros([BLOCK], tl.float32)
+        if i_t < t:
+            if bias is not None:
+                y += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+            for tap in tl.static_range(TAPS):
+                i = i_t - (TAPS - 1) + tap  # token of this step, or a committed one before it
+                row = wrap(append + i + tl.where(append + i < 0, R, 0), R)
+                before = tl.load(at(ring, layer, slot, 0) + row * ring.row + o_c, mask=m_c & (i < 0), other=0.0)
+                here = tl.load(token(x, first + i, 0) + o_c, mask=m_c & (i >= 0), other=0.0)
+                y += (before + here).to(tl.float32) * tl.load(weight + o_c * TAPS + tap, mask=m_c, other=0.0).to(tl.float32)
+            if SILU:
+                y *= tl.sigmoid(y)
+        tl.store(token(out, first + i_t, 0) + o_c, y.to(out.ptr.dtype.element_ty), mask=m_c)
+    for i_t in range(t):
+        here = tl.load(token(x, first + i_t, 0) + o_c, mask=m_c, other=0.0)
+        tl.store(at(ring, layer, slot, 0) + wrap(append + i_t, R) * ring.row + o_c, here.to(ring.ptr.dtype.element_ty), mask=m_c)
+
+
+def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Rows, out: Tensor, R: int, silu: bool) -> None:
+    """out [N, C] of the step's inputs x [N, C]; appends x to the ring. weight [C, taps], bias [C], both contiguous."""
+    C, taps = weight.shape
+    grid = (plan.shape[0] * triton.cdiv(C, BLOCK),)
+    with on_device(plan):
+        _conv_kernel[grid](
+            plan, layer, tokens(x[:, None]), weight, bias, ring, tokens(out[:, None]), C, R=R, TAPS=taps, SILU=silu, WIDTH=PLAN_WIDTH, BLOCK=BLOCK
+        )

@@ -1,0 +1,114 @@
+"""Plan, commit and the other moves of cursors: one tiny launch each for the whole model."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import cursor
+from ..cursor import PLAN_WIDTH, Cursors
+from .arguments import on_device
+
+# The interpreter runs plain functions as they are, and wants to see `tl` in the module of a jitted one.
+_device = (lambda rule: rule) if triton.knobs.runtime.interpret else triton.jit
+flush_rule, append_row, next_ticket, committed = map(
+    _device, (cursor.flush_rule, cursor.append_row, cursor.next_ticket, cursor.committed)
+)
+BLOCK = 128
+
+
+@triton.jit
+def _plan_kernel(slots, t, force, cu_seqlens, plan, cursors, B, T: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_b = i_b < B
+    slot = tl.load(slots + i_b, mask=m_b, other=-1).to(tl.int64)
+    live = slot >= 0
+
+    start = tl.load(cursors.start + slot, mask=live, other=0)
+    count = tl.load(cursors.count + slot, mask=live, other=0)
+    ticket = next_ticket(tl.load(cursors.pending + slot, mask=live, other=0))
+    n, first, rows = i_b * 0 + T, i_b * T, i_b * 0 + T
+    if cu_seqlens is not None:
+        first = tl.load(cu_seqlens + i_b, mask=m_b, other=0).to(tl.int32)
+        rows = tl.load(cu_seqlens + i_b + 1, mask=m_b, other=0).to(tl.int32) - first
+        n = rows
+    if t is not None:
+        n = tl.load(t + i_b, mask=m_b, other=0).to(tl.int32)
+    forced = i_b * 0
+    if force is not None:
+        forced = tl.load(force + i_b, mask=m_b, other=0).to(tl.int32)
+    n = tl.where(live, n, 0)
+    flush = (live & flush_rule(forced, count, n, W)).to(tl.int32)
+
+    p = plan + i_b * WIDTH
+    tl.store(p, slot.to(tl.int32), mask=m_b)
+    tl.store(p + 1, start, mask=m_b)
+    tl.store(p + 2, count, mask=m_b)
+    tl.store(p + 3, n, mask=m_b)
+    tl.store(p + 4, flush, mask=m_b)
+    tl.store(p + 5, append_row(start, count, R), mask=m_b)
+    tl.store(p + 6, first, mask=m_b)
+    tl.store(p + 7, rows, mask=m_b)
+    tl.store(p + 8, ticket, mask=m_b)
+    tl.store(cursors.pending + slot, ticket, mask=live)
+
+
+@triton.jit
+def _commit_kernel(plan, accepted, cursors, B, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_b = i_b < B
+    p = plan + i_b * WIDTH
+    slot = tl.load(p, mask=m_b, other=-1).to(tl.int64)
+    ticket = tl.load(p + 8, mask=m_b, other=0)
+    live = (slot >= 0) & (tl.load(cursors.pending + slot, mask=slot >= 0, other=0) == ticket)
+
+    flush = tl.load(p + 4, mask=live, other=0)
+    if accepted is None:
+        kept = tl.load(p + 3, mask=live, other=0)
+    else:
+        kept = tl.load(accepted + i_b, mask=live, other=0).to(tl.int32)
+    start, count = committed(tl.load(p + 1, mask=live, other=0), tl.load(p + 2, mask=live, other=0), flush, kept, R)
+    flushes = tl.load(cursors.flushes + slot, mask=live, other=0) + flush
+
+    tl.store(cursors.start + slot, start, mask=live)
+    tl.store(cursors.count + slot, count, mask=live)
+    tl.store(cursors.flushes + slot, flushes, mask=live)
+    tl.store(cursors.pending + slot, ticket + 1, mask=live)
+
+
+@triton.jit
+def _folded_kernel(slots, cursors, B, R: tl.constexpr, BLOCK: tl.constexpr):
+    i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + i_b, mask=i_b < B, other=-1).to(tl.int64)
+    live = slot >= 0
+    start = tl.load(cursors.start + slot, mask=live, other=0)
+    count = tl.load(cursors.count + slot, mask=live, other=0)
+    flushes = tl.load(cursors.flushes + slot, mask=live, other=0)
+    start, count = committed(start, count, 1, 0, R)
+    tl.store(cursors.start + slot, start, mask=live)
+    tl.store(cursors.count + slot, count, mask=live)
+    tl.store(cursors.flushes + slot, flushes + 1, mask=live)
+
+
+def plan(
+    slots: Tensor, t: Tensor | None, force: Tensor | None, cu_seqlens: Tensor | None, cursors: Cursors, out: Tensor, T: int, W: int, R: int
+) -> None:
+    """Write a plan row per batch row into ``out`` [B, len(PLAN)] and mark the slots pending."""
+    B = slots.shape[0]
+    with on_device(slots):
+        _plan_kernel[(triton.cdiv(B, BLOCK),)](slots, t, force, cu_seqlens, out, cursors, B, T=T, W=W, R=R, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)
+
+
+def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:
+    """Move the cursors of the plan's still pending slots."""
+    B = plan.shape[0]
+    with on_device(plan):
+        _commit_kernel[(triton.cdiv(B, BLOCK),)](plan, accepted, cursors, B, R=R, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)
+
+
+def folded(slots: Tensor, cursors: Cursors, R: int) -> None:
+    """Move the cursors of slots that were folded in place."""
+    B = slots.shape[0]
+    with on_device(slots):
+        _folded_kernel[(triton.cdiv(B, BLOCK),)](slots, cursors, B, R=R, BLOCK=BLOCK)

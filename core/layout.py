@@ -1,0 +1,272 @@
+"""Sizes, dtypes, strides and bytes of one layer's state: the only place that spells shapes.
+
+Our own encoding is head-major (``[slot, head, row, dim]``); ``order="token"`` allocates ring rows token-major
+(``[slot, row, head, dim]``). Views of an engine's tensors are adopted with whatever slot, head and row strides they have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import formats
+from .recurrence import FAMILIES, Recurrence
+
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Buffers(NamedTuple):
+    """Every tensor of a request's state but the cursors; ``None`` where the family has none. All but the dim is strided.
+
+    With layers in front, ``[L, S, ...]``, as ReplayState holds them, or ``[S, ...]`` for one layer.
+    """
+
+    state: Tensor  # [H, V, K]   the checkpoint
+    k: Tensor  # [G, R, K]       raw keys, activation dtype
+    v: Tensor  # [H, R, V]       raw values, activation dtype
+    beta: Tensor | None  # [H, R]      fp32
+    g: Tensor | None  # [H, R, KG]     fp32; None where derived
+    u: Tensor | None  # [H, R, V]      readout helper of the delta rule
+    gsum: Tensor | None  # [H, R, KG]  readout helper: cumulative g of the window, each token's clamped at -20
+    rnorm: Tensor | None  # [G, R]     readout helper: 1 / |k| of normalised keys
+    conv: Tensor | None  # [1, R, C]   raw inputs of the causal convolution
+
+
+# What only a readout reads: noise in these must never reach a checkpoint.
+HELPERS = ("u", "gsum", "rnorm")
+
+
+@dataclass(frozen=True)
+class Conv:
+    """The causal convolution in front of the recurrence: its channels and its width (taps)."""
+
+    channels: int
+    width: int = 4
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of one decode or verify step for one request and layer.
+
+    Attributes:
+        io: q, k, v, gates and output of the step's tokens.
+        conventional: 2 S + io for one token; (1 + T) S + io for T, a state snapshot per draft.
+        replay: S_read + r_read * mean live records + r_new T + io + (S + S_written + W r_fold) T / W.
+    """
+
+    io: float
+    conventional: float
+    replay: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes, dtypes and byte counts of one recurrent layer's state.
+
+    Args:
+        recurrence: the family's row, or its name.
+        H, G: value heads and key groups of this rank; G divides H, head h belongs to group ``h // (H // G)``.
+        V, K: dimensions of a head's state; multiples of 16, at most 256.
+        W: window: most records between flushes.
+        T_max: most tokens per row and step, ``1 <= T_max <= W``.
+        R: ring rows, at least ``W + T_max`` (the default); with a convolution also at least ``T_max + width - 1``.
+        state: name of the checkpoint's format.
+        act: dtype of q, k, v, z and outputs, and so of the ring's k and v.
+        u: dtype of the delta rule's readout helper.
+        conv: the causal convolution whose window the core keeps, or None where the engine keeps it.
+        order: "head" or "token": which of head and row is outermost in allocated rings.
+
+    Raises:
+        ValueError: a size that cannot be; NotImplementedError: a valid one that is not supported.
+    """
+
+    recurrence: Recurrence
+    H: int
+    G: int
+    V: int
+    K: int
+    W: int = 16
+    T_max: int = 1
+    R: int = 0
+    state: str = "fp32"
+    act: torch.dtype = torch.bfloat16
+    u: torch.dtype = torch.float32
+    conv: Conv | None = None
+    order: Literal["head", "token"] = "head"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recurrence, str):
+            if self.recurrence not in FAMILIES:
+                raise ValueError(f"recurrence: expected one of {sorted(FAMILIES)}, got {self.recurrence!r}")
+            object.__setattr__(self, "recurrence", FAMILIES[self.recurrence])
+        for name in ("H", "G", "V", "K", "W", "T_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected >= 1, got {getattr(self, name)}")
+        if self.H % self.G:
+            raise ValueError(f"G: expected a divisor of H = {self.H}, got {self.G}")
+        for name in ("V", "K"):
+            size = getattr(self, name)
+            if size % 16 or size > 256:
+                raise NotImplementedError(f"{name}: supported are multiples of 16 up to 256, got {size}")
+        if self.T_max > self.W:
+            raise ValueError(f"T_max: expected at most W = {self.W}, got {self.T_max}")
+        least = max(self.W, self.conv.width - 1 if self.conv else 0) + self.T_max
+        if self.R == 0:
+            object.__setattr__(self, "R", least)
+        if self.R < least:
+            raise ValueError(f"R: expected at least {least} (W = {self.W}, T_max = {self.T_max}, conv = {self.conv}), got {self.R}")
+        formats.named(self.state)
+        for name in ("act", "u"):
+            if getattr(self, name) not in ACTIVATIONS:
+                raise NotImplementedError(f"{name}: supported are {list(ACTIVATIONS)}, got {getattr(self, name)}")
+        if self.order not in ("head", "token"):
+            raise ValueError(f"order: expected 'head' or 'token', got {self.order!r}")
+
+    @property
+    def KG(self) -> int:
+        """Width of g: 1, or K with per-channel decay."""
+        return self.K if self.recurrence.per_channel else 1
+
+    @property
+    def format(self) -> formats.Format:
+        """The checkpoint's format."""
+        return formats.named(self.state)
+
+    @property
+    def spec(self) -> str:
+        """This layout as one line of JSON, which ``Layout.parse`` reads: what ops and exported states carry."""
+        return _spec(self)
+
+    @staticmethod
+    def parse(spec: str) -> Layout:
+        """The layout that a ``spec`` describes."""
+        return _parse(spec)
+
+    def with_window(self, W: int) -> Layout:
+        """The same layer with another window and the ring that it needs."""
+        return dataclasses.replace(self, W=W, R=0)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Per tensor that this layout has: its shape for one slot and its dtype, in the order of Buffers."""
+        row, H, G, R = self.recurrence, self.H, self.G, self.R
+        shapes = {
+            "state": ((H, self.V, self.K), self.format.dtype),
+            "k": ((G, R, self.K), self.act),
+            "v": ((H, R, self.V), self.act),
+            "beta": ((H, R), torch.float32) if row.beta != "one" else None,
+            "g": ((H, R, self.KG), torch.float32) if row.stores_g else None,
+            "u": ((H, R, self.V), self.u) if row.delta else None,
+            "gsum": ((H, R, self.KG), torch.float32) if row.stores_g else None,
+            "rnorm": ((G, R), torch.float32) if row.normalize else None,
+            "conv": ((1, R, self.conv.channels), self.act) if self.conv else None,
+        }
+        return {name: spec for name, spec in shapes.items() if spec is not None}
+
+    def allocate(self, layers: int, slots: int, device: torch.device | str) -> Buffers:
+        """Zeroed buffers [layers, slots, ...] of every tensor; ring rows token-major where ``order`` says so."""
+
+        def one(name: str) -> Tensor | None:
+            if name not in self.tensors:
+                return None
+            shape, dtype = self.tensors[name]
+            if self.order == "head" or name in ("state", "conv"):
+                return torch.zeros(layers, slots, *shape, dtype=dtype, device=device)
+            heads, rows, *dim = shape
+            return torch.zeros(layers, slots, rows, heads, *dim, dtype=dtype, device=device).transpose(2, 3)
+
+        return Buffers(*(one(name) for name in Buffers._fields))
+
+    def check(self, buffers: Buffers) -> None:
+        """Raise ValueError unless buffers [L, S, ...] have this layout's shapes and dtypes and are contiguous in their dim."""
+        layers, slots = buffers.state.shape[:2]
+        for name, tensor in buffers._asdict().items():
+            if name not in self.tensors:
+                if tensor is not None:
+                    raise ValueError(f"{name}: expected None for {self.recurrence.name}, got {list(tensor.shape)}")
+                continue
+            shape, dtype = self.tensors[name]
+            expected = [layers, slots, *shape]
+            if tensor is None:
+                raise ValueError(f"{name}: expected {expected} {dtype}, got None")
+            if list(tensor.shape) != expected or tensor.dtype != dtype:
+                raise ValueError(f"{name}: expected {expected} {dtype}, got {list(tensor.shape)} {tensor.dtype}")
+            if tensor.device != buffers.state.device:
+                raise ValueError(f"{name}: expected device {buffers.state.device}, got {tensor.device}")
+            contiguous = tensor.stride(-1) == 1 and (name != "state" or tensor.stride(-2) == self.K)
+            if not contiguous:
+                raise ValueError(f"{name}: expected contiguous {'[V, K]' if name == 'state' else 'rows'}, got strides {tensor.stride()}")
+
+    # ---- bytes -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """S: bytes of one layer's checkpoint for one request."""
+        return self.H * self.format.bytes(self.V, self.K)
+
+    def _record(self, *names: str) -> int:
+        """Bytes of one ring row of these tensors."""
+        total = 0
+        for name in names:
+            if name in self.tensors:
+                (heads, _, *dim), dtype = self.tensors[name]
+                total += heads * (dim[0] if dim else 1) * dtype.itemsize
+        return total
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """r_read: bytes of one record that a readout reads."""
+        return self._record("k", "u", "gsum", "rnorm") if self.recurrence.delta else self._record("k", "v", "beta", "gsum", "rnorm")
+
+    @cached_property
+    def fold_bytes(self) -> int:
+        """r_fold: bytes of one record that a fold reads, the raw inputs alone."""
+        return self._record("k", "v", "beta", "g")
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """r_new: bytes of one appended record."""
+        return self._record("k", "v", "beta", "g", "u", "gsum", "rnorm")
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of one request and layer: checkpoint, ring, convolution window."""
+        return self.state_bytes + self.R * (self.record_bytes + self._record("conv"))
+
+    def step_bytes(self, tokens: int = 1, kept: float | None = None, gated: bool = False) -> StepBytes:
+        """The byte model of a step of `tokens` tokens of which `kept` stay on average (all by default), whole flush cycles.
+
+        Args:
+            gated: whether the epilogue reads z.
+        """
+        kept = tokens if kept is None else kept
+        row, size = self.recurrence, self.act.itemsize
+        gate_inputs = self.H * ((row.beta != "one") + (self.KG if row.stores_g else 0))
+        io = tokens * size * (2 * self.G * self.K + (2 + gated) * self.H * self.V + gate_inputs)
+        S = self.state_bytes
+        conventional = (2 * S if tokens == 1 else (1 + tokens) * S) + io
+        flushes = min(1.0, kept / self.W)
+        # A window lives from the kept tokens of its flush step to W: the mean of what a non-flush step finds.
+        live = (self.W - 1) / 2
+        replay = S + self.read_bytes * live + self.record_bytes * tokens + io + flushes * (S + self.W * self.fold_bytes)
+        return StepBytes(io, conventional, replay)
+
+
+@lru_cache(maxsize=256)
+def _spec(layout: Layout) -> str:
+    fields = dataclasses.asdict(layout) | {name: str(getattr(layout, name)).removeprefix("torch.") for name in ("act", "u")}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+@lru_cache(maxsize=256)
+def _parse(spec: str) -> Layout:
+    fields = json.loads(spec)
+    fields |= {name: getattr(torch, fields[name]) for name in ("act", "u")}
+    conv = fields["conv"]
+    return Layout(**fields | {"recurrence": Recurrence(**fields["recurrence"]), "conv": conv and Conv(**conv)})

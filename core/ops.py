@@ -1,0 +1,164 @@
+"""The public operations, as functions over plain tensors and as opaque ops ``torch.ops.replayssm.*`` for torch.compile.
+
+``backend`` is "triton" or "torch"; ``layout`` of an op is ``Layout.spec``. Every buffer an op writes is declared mutated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import eager, launch
+from .cursor import Cursors
+from .kernels import arguments, conv as conv_kernel, cursor as cursor_kernel, decode as decode_kernel, materialize as materialize_kernel
+from .kernels.arguments import Inputs, Weights, tokens
+from .layout import Buffers, Layout
+
+BACKENDS = ("triton", "torch")
+
+
+def _cursor_backend(backend: str):
+    return cursor_kernel if backend == "triton" else eager
+
+
+def plan(slots, t, force, cu_seqlens, cursors: Cursors, out: Tensor, T: int, layout: Layout, backend: str) -> None:
+    """Write plan rows ``out`` [B, len(PLAN)] int32 and mark their slots pending.
+
+    Args:
+        slots: [B] int32 or int64; negative rows are padding.
+        t: [B] tokens per row, or None for T each (with cu_seqlens: the differences).
+        force: [B] non-zero where the row flushes in any case, or None.
+        cu_seqlens: [B + 1] first packed token of each row, or None where row b starts at b T.
+        cursors: read; ``pending`` is written.
+    """
+    if slots.shape[0]:
+        _cursor_backend(backend).plan(slots, t, force, cu_seqlens, cursors, out, T, layout.W, layout.R)
+
+
+def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, layout: Layout, backend: str) -> None:
+    """Move the cursors of the plan's pending slots by ``accepted`` [B] tokens (None: all); again changes nothing."""
+    if plan.shape[0]:
+        _cursor_backend(backend).commit(plan, accepted, cursors, layout.R)
+
+
+def step(plan: Tensor, layer: int, x: dict[str, Tensor | None], w: dict[str, Tensor | None], buffers: Buffers, out: Tensor, T: int, layout: Layout, backend: str, pool: Buffers | None = None) -> None:
+    """One step of one layer: see ``ReplayState.step``. ``pool``: the buffers' Rows, where the caller keeps them."""
+    if plan.shape[0] == 0:
+        return
+    if backend == "torch":
+        eager.step(plan, layer, **x, **w, buffers=buffers, out=out, T=T, layout=layout)
+        return
+    if T > 1:
+        raise NotImplementedError(f"T: the triton backend decodes one token per row and step, got {T}; backend 'torch' takes up to T_max")
+    inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))
+    record = launch.decode(layout, plan.shape[0])
+    decode_kernel.decode(plan, layer, inputs, Weights(**w), pool or arguments.pool(buffers), out, layout, record)
+
+
+def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, out: Tensor, T: int, silu: bool, layout: Layout, backend: str) -> None:
+    """Causal convolution of one layer's step: see ``ReplayState.conv``. ``ring`` [L, S, 1, R, C] is read and written."""
+    if plan.shape[0] == 0:
+        return
+    if backend == "torch":
+        eager.conv(plan, layer, x, weight, bias, ring, out, layout.R, T, silu)
+    else:
+        conv_kernel.conv(plan, layer, x, weight, bias, arguments.rows(ring), out, layout.R, silu)
+
+
+def materialize(
+    slots: Tensor, n: Tensor | None, buffers: Buffers, cursors: Cursors, A: Tensor | None, target: Tensor, to_slots: Tensor, layout: Layout, backend: str
+) -> None:
+    """target[:, to_slots[i]] = the states of slots[i] after the first n[i] records: see ``ReplayState.materialize``."""
+    if slots.shape[0] == 0:
+        return
+    if backend == "torch":
+        eager.materialize(buffers.state, slots, buffers, cursors, n, target, to_slots, A, layout)
+    else:
+        pool, record = arguments.pool(buffers), launch.materialize(layout)
+        materialize_kernel.materialize(buffers.state, slots, pool, cursors, n, target, to_slots, A, layout, record)
+
+
+def fold(slots: Tensor, buffers: Buffers, cursors: Cursors, A: Tensor | None, layout: Layout, backend: str) -> None:
+    """Flush the slots' rings into their checkpoints, all layers, and move their cursors."""
+    materialize(slots, None, buffers, cursors, A, buffers.state, slots, layout, backend)
+    if slots.shape[0]:
+        _cursor_backend(backend).folded(slots, cursors, layout.R)
+
+
+def load(states: Tensor, state: Tensor, slots: Tensor, layout: Layout, backend: str) -> None:
+    """state[:, slots[i]] = states[:, i], encoded: [L, B, H, V, K] of any supported dtype, contiguous in [V, K]."""
+    if slots.shape[0] == 0:
+        return
+    rows = torch.arange(slots.shape[0], device=slots.device, dtype=slots.dtype)
+    if backend == "torch":
+        eager.materialize(states, rows, None, None, None, state, slots, None, layout)
+    else:
+        materialize_kernel.materialize(states, rows, None, None, None, state, slots, None, layout, launch.materialize(layout))
+
+
+# ---- torch.ops.replayssm.* ---------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("replayssm", "DEF")
+_CURSORS = "Tensor start, Tensor count, Tensor(p!) pending, Tensor flushes, Tensor key"
+_MOVED = "Tensor(s!) start, Tensor(c!) count, Tensor(p!) pending, Tensor(f!) flushes, Tensor key"
+_READ = "Tensor state, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? u, Tensor? gsum, Tensor? rnorm, Tensor? conv"
+_WRITTEN = (
+    "Tensor(s!) state, Tensor(k!) ring_k, Tensor(v!) ring_v, Tensor(b!)? beta, Tensor(g!)? g, Tensor(u!)? u, Tensor(h!)? gsum, "
+    "Tensor(r!)? rnorm, Tensor? conv"
+)
+_TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? b, Tensor? a, Tensor? z, Tensor? A, Tensor? dt_bias, Tensor? D"
+_END = "str layout, str backend"
+
+
+def _define(name: str, schema: str, implementation) -> None:
+    _library.define(f"{name}({schema}) -> ()")
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"replayssm::{name}", lambda *args: None, lib=_library)
+
+
+def _step_op(plan_rows, layer, q, k, v, b, a, z, A, dt_bias, D, *rest):
+    *buffers, out, T, layout, backend = rest
+    x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
+    step(plan_rows, layer, x, {"A": A, "dt_bias": dt_bias, "D": D}, Buffers(*buffers), out, T, Layout.parse(layout), backend)
+
+
+def _plan_op(slots, t, force, cu_seqlens, *rest):
+    *cursors, out, T, layout, backend = rest
+    plan(slots, t, force, cu_seqlens, Cursors(*cursors), out, T, Layout.parse(layout), backend)
+
+
+def _commit_op(plan_rows, accepted, *rest):
+    *cursors, layout, backend = rest
+    commit(plan_rows, accepted, Cursors(*cursors), Layout.parse(layout), backend)
+
+
+def _conv_op(plan_rows, layer, x, weight, bias, ring, out, T, silu, layout, backend):
+    conv(plan_rows, layer, x, weight, bias, ring, out, T, silu, Layout.parse(layout), backend)
+
+
+def _materialize_op(slots, n, *rest):
+    (*tensors, A, target, to_slots, layout, backend), fields = rest, len(Buffers._fields)
+    materialize(slots, n, Buffers(*tensors[:fields]), Cursors(*tensors[fields:]), A, target, to_slots, Layout.parse(layout), backend)
+
+
+def _fold_op(slots, *rest):
+    (*tensors, A, layout, backend), fields = rest, len(Buffers._fields)
+    fold(slots, Buffers(*tensors[:fields]), Cursors(*tensors[fields:]), A, Layout.parse(layout), backend)
+
+
+def _load_op(states, state, slots, layout, backend):
+    load(states, state, slots, Layout.parse(layout), backend)
+
+
+_define("plan", f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, {_CURSORS}, Tensor(o!) out, int T, {_END}", _plan_op)
+_define("commit", f"Tensor plan, Tensor? accepted, {_MOVED}, {_END}", _commit_op)
+_define("step", f"Tensor plan, int layer, {_TOKENS}, {_WRITTEN}, Tensor(o!) out, int T, {_END}", _step_op)
+_define("conv", f"Tensor plan, int layer, Tensor x, Tensor weight, Tensor? bias, Tensor(r!) ring, Tensor(o!) out, int T, bool silu, {_END}", _conv_op)
+_define(
+    "materialize",
+    f"Tensor slots, Tensor? n, {_READ}, {_CURSORS.replace('(p!)', '')}, Tensor? A, Tensor(t!) target, Tensor to_slots, {_END}",
+    _materialize_op,
+)
+_define("fold", f"Tensor slots, {_READ.replace('Tensor state', 'Tensor(a!) state')}, {_MOVED.replace('(p!)', '')}, Tensor? A, {_END}", _fold_op)
+_define("load", f"Tensor states, Tensor(a!) state, Tensor slots, {_END}", _load_op)

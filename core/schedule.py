@@ -1,0 +1,27 @@
+"""Flush scheduling: when a step folds, which window a layer wants, what that costs.
+
+The rule itself is ``cursor.flush_rule``. An engine may force a flush; it never decides one.
+"""
+
+from __future__ import annotations
+
+from .cursor import flush_rule
+from .layout import Layout
+
+__all__ = ["best_window", "flush_rule", "flush_share"]
+
+
+def flush_share(W: int, tokens_per_step: float = 1.0) -> float:
+    """Share of steps that fold, with W records per window and so many kept tokens per step."""
+    return min(1.0, tokens_per_step / W)
+
+
+def best_window(layout: Layout, windows: range = range(1, 65)) -> int:
+    """The window of least bytes per step for this layout (about ``sqrt(2 S / r)``), from the byte model alone.
+
+    Only windows that hold the layout's ``T_max`` tokens are considered.
+    """
+    fitting = [W for W in windows if W >= layout.T_max]
+    if not fitting:
+        raise ValueError(f"windows: expected one of at least T_max = {layout.T_max}, got {windows}")
+    return min(fitting, key=lambda W: layout.with_window(W).step_bytes().replay)

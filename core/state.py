@@ -1,0 +1,473 @@
+"""ReplayState: the recurrent state of all layers and slots, and everything that can be done with it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import cursor, ops
+from .cursor import PLAN_WIDTH, Cursors
+from .layout import Buffers, Layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One engine step: what every layer reads instead of cursors.
+
+    Attributes:
+        rows: [B, len(PLAN)] int32, a view of the state's fixed plan buffer: the next ``plan`` overwrites it.
+        T: most tokens of a row.
+        tokens: packed token rows N of this step's tensors; None where only the device knows (cu_seqlens).
+    """
+
+    rows: Tensor
+    T: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Export:
+    """Everything some requests are, on the host: the layout's spec and the tensors [L, B, ...] by name, cursors [B]."""
+
+    spec: str
+    tensors: dict[str, Tensor]
+
+
+def _debug_from_environment() -> bool:
+    value = os.environ.get("REPLAYSSM_DEBUG", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"REPLAYSSM_DEBUG: expected '0' or '1', got {value!r}")
+    return value == "1"
+
+
+class ReplayState:
+    """Checkpoints, rings and cursors of `layers` equal layers and `slots` requests.
+
+    A step is ``plan``, then ``step`` once per layer, then ``commit``. Between a commit and the next plan, and only there, the
+    state may be folded, materialized, loaded, copied, reset, exported and imported.
+
+    Args:
+        layout: of every layer.
+        layers, slots: how many.
+        device: where an allocated state lives; ignored with ``buffers``.
+        backend: "triton" (a CUDA GPU, or CPU under TRITON_INTERPRET=1) or "torch" (any device); None takes triton on CUDA.
+        A: [layers, H] fp32, ``-exp(A_log)`` of every layer, for families whose g is derived (Mamba-2), whose folds need it.
+            Kept by reference: write into it when weights change.
+        buffers: tensors [layers, slots, ...] that an engine owns, with any slot, head and row strides; None allocates.
+        max_rows: most batch rows of a step, padding included; default ``slots``.
+        debug: check cursors, slots and the order of calls at the price of device reads; None reads REPLAYSSM_DEBUG.
+
+    Attributes:
+        buffers, cursors: the tensors themselves; written by this object's methods alone.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        layers: int,
+        slots: int,
+        device: torch.device | str = "cpu",
+        backend: str | None = None,
+        A: Tensor | None = None,
+        buffers: Buffers | None = None,
+        max_rows: int | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        if layers < 1 or slots < 1:
+            raise ValueError(f"layers, slots: expected >= 1, got {layers}, {slots}")
+        if buffers is not None:
+            device = buffers.state.device
+        device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: expected a device of this machine, got {device} and torch finds no CUDA GPU; use device='cpu'")
+        backend = backend or ("triton" if device.type == "cuda" else "torch")
+        if backend not in ops.BACKENDS:
+            raise NotImplementedError(f"backend: expected one of {list(ops.BACKENDS)}, got {backend!r}")
+        if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise NotImplementedError(f"backend: triton needs a CUDA device (or TRITON_INTERPRET=1), got {device}; use backend='torch'")
+        derived = layout.recurrence.decay == "derived"
+        if derived != (A is not None):
+            raise ValueError(f"A: expected {'[layers, H] fp32' if derived else 'None'} for {layout.recurrence.name}, got {_describe(A)}")
+        if A is not None:
+            _expect("A", A, (layers, layout.H), torch.float32, device)
+        self.layout, self.layers, self.slots, self.device, self.backend, self.A = layout, layers, slots, device, backend, A
+        if buffers is None:
+            buffers = layout.allocate(layers, slots, device)
+        elif buffers.state.shape[:2] != (layers, slots):
+            raise ValueError(f"buffers: expected [{layers}, {slots}, ...], got {list(buffers.state.shape)}")
+        layout.check(buffers)
+        self.buffers: Buffers = buffers
+        self.cursors: Cursors = cursor.allocate(slots, device)
+        self.device = buffers.state.device
+        self.debug = _debug_from_environment() if debug is None else debug
+        self._plans = torch.zeros(max_rows or slots, PLAN_WIDTH, dtype=torch.int32, device=device)
+        self._pool = ops.arguments.pool(buffers) if backend == "triton" else None
+        self._ran: set[int] = set()
+
+    # ---- a step --------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, slots: Tensor, t: int | Tensor = 1, force: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Plan:
+        """Decide the step: which rows flush, where records go. One tiny launch.
+
+        Args:
+            slots: [B] int32 or int64 on the device; negative rows are padding. No live slot twice.
+            t: tokens of every row, or [B] of each. Row b's tokens start at packed row ``b T``, T being ``t`` or, for a
+                tensor, the layout's T_max.
+            force: [B] bool or int, non-zero where a row flushes in any case; with t = 0 the flush is alone.
+            cu_seqlens: [B + 1] int, first packed token of each row; then t is their difference and must be left alone.
+
+        Returns:
+            The plan, valid until the next one. Its slots are pending until ``commit``.
+        """
+        B, layout = self._slots("slots", slots), self.layout
+        if B > self._plans.shape[0]:
+            raise ValueError(f"slots: expected at most max_rows = {self._plans.shape[0]} rows, got {B}")
+        T = t if isinstance(t, int) else layout.T_max
+        if not 0 <= T <= layout.T_max:
+            raise ValueError(f"t: expected 0 ... T_max = {layout.T_max}, got {t}")
+        per_row = t if isinstance(t, Tensor) else None
+        for name, x, n in (("t", per_row, B), ("force", force, B), ("cu_seqlens", cu_seqlens, B + 1)):
+            if x is not None:
+                _expect(name, x, (n,), None, self.device)
+        if cu_seqlens is not None:
+            if per_row is not None or t != 1:
+                raise ValueError("t: expected to be left alone with cu_seqlens, which says the tokens of each row")
+            T = layout.T_max
+        if self.debug:
+            self._debug_plan(slots, per_row if cu_seqlens is None else cu_seqlens.diff())
+        rows = self._plans[:B]
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.plan(slots, per_row, force, cu_seqlens, *self.cursors, rows, T, layout.spec, self.backend)
+        else:
+            ops.plan(slots, per_row, force, cu_seqlens, self.cursors, rows, T, layout, self.backend)
+        self._ran.clear()
+        return Plan(rows, T, None if cu_seqlens is not None else B * T)
+
+    def step(
+        self,
+        layer: int,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        b: Tensor | None = None,
+        a: Tensor | None = None,
+        z: Tensor | None = None,
+        A: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        D: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One layer's outputs for the plan's tokens; appends their records, folding the ring first where the plan says so.
+
+        Inputs are packed tokens, read alone, with unit inner stride and any token and head stride, so that views of a
+        projection need no copy. q, k, v, z have the layout's activation dtype; b and a any floating dtype.
+
+        Args:
+            q, k: [N, G, K]; Mamba-2: C, B.
+            v: [N, H, V]; Mamba-2: x.
+            b: [N, H], input of beta; Mamba-2: dt. None where beta is 1.
+            a: [N, H], or [N, H, K] per channel: input of g, natural log. None where g is derived.
+            z: [N, H, V], the epilogue's gate, or None.
+            A: [H] fp32, ``-exp(A_log)``, for the softplus and safe decays; a derived decay takes the state's own.
+            dt_bias: [H], or [H, K] per channel, floating, or None.
+            D: [H], floating, or None.
+            out: [N, H, V], written and returned; None allocates.
+
+        Returns:
+            o [N, H, V] in the activation dtype. Rows of padding and of unused tokens are 0.
+
+        Raises:
+            ValueError: a wrong shape, dtype, device or inner stride, named; nothing is written then.
+
+        Source: output-only form of the recurrence in ``replayssm.recurrence``.
+        """
+        layout = self.layout
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer: expected 0 ... {self.layers - 1}, got {layer}")
+        x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
+        w = {"A": A, "dt_bias": dt_bias, "D": D}
+        self._check_step(plan, x, w)
+        if out is None:
+            out = torch.empty(v.shape, dtype=layout.act, device=v.device)
+        else:
+            _expect("out", out, v.shape, layout.act, self.device)
+        if self.A is not None:
+            w["A"] = self.A[layer]
+        if self.debug:
+            if layer in self._ran:
+                raise RuntimeError(f"layer {layer} ran twice under one plan; call commit and plan between steps")
+            self._ran.add(layer)
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.step(
+                plan.rows, layer, *x.values(), *w.values(), *self.buffers, out, plan.T, layout.spec, self.backend
+            )
+        else:
+            ops.step(plan.rows, layer, x, w, self.buffers, out, plan.T, layout, self.backend, self._pool)
+        return out
+
+    def conv(
+        self, layer: int, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = True, out: Tensor | None = None
+    ) -> Tensor:
+        """Causal depthwise convolution of the plan's tokens, x [N, C] -> [N, C]; appends x to the conv-input ring.
+
+        Args:
+            x: [N, C] raw inputs in the activation dtype, unit inner stride.
+            weight: [C, width] floating, contiguous; bias: [C] or None.
+            silu: whether ``y * sigmoid(y)`` follows.
+        """
+        spec = self.layout.conv
+        if spec is None:
+            raise ValueError("layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself")
+        _expect("x", x, (plan.tokens if plan.tokens is not None else x.shape[0], spec.channels), self.layout.act, self.device)
+        _expect("weight", weight, (spec.channels, spec.width), None, self.device)
+        if not weight.is_contiguous():
+            raise ValueError(f"weight: expected contiguous [C, width], got strides {weight.stride()}")
+        if bias is not None:
+            _expect("bias", bias, (spec.channels,), None, self.device)
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        ring = self.buffers.conv
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout.spec, self.backend)
+        else:
+            ops.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout, self.backend)
+        return out
+
+    def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
+        """Keep the first accepted[b] tokens of each row, 0 ... t, [B] int; None keeps all. Again changes nothing."""
+        if accepted is not None:
+            _expect("accepted", accepted, (plan.rows.shape[0],), None, self.device)
+            if self.debug:
+                t = plan.rows[:, cursor.PLAN.index("t")]
+                wrong = ((accepted < 0) | (accepted > t)).nonzero().flatten().tolist()
+                if wrong:
+                    raise ValueError(f"accepted: expected 0 ... t, got {int(accepted[wrong[0]])} of {int(t[wrong[0]])} in row {wrong[0]}")
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self.layout.spec, self.backend)
+        else:
+            ops.commit(plan.rows, accepted, self.cursors, self.layout, self.backend)
+
+    # ---- between steps -------------------------------------------------------------------------------------------------
+
+    def fold(self, slots: Tensor) -> None:
+        """Flush the slots' rings in place, all layers: their checkpoints are then the exact states. Negative slots: nothing."""
+        self._slots("slots", slots, settled=True)
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.fold(slots, *self.buffers, *self.cursors, self.A, self.layout.spec, self.backend)
+        else:
+            ops.fold(slots, self.buffers, self.cursors, self.A, self.layout, self.backend)
+
+    def materialize(
+        self, slots: Tensor, n: Tensor | None = None, target: Tensor | None = None, to_slots: Tensor | None = None
+    ) -> Tensor:
+        """The exact states after each slot's first n committed records, all layers; live slots stay as they are.
+
+        Args:
+            slots: [B]; negative rows are skipped.
+            n: [B] int, 0 ... count of the slot; None for all its records.
+            target: [L, B', H, V, K] of fp32, bf16 or fp16, contiguous in [V, K], written; None allocates fp32.
+            to_slots: [B] row of the target for each slot; None for 0 ... B - 1.
+
+        Returns:
+            The target.
+        """
+        B, layout = self._slots("slots", slots, settled=True), self.layout
+        if to_slots is None:
+            to_slots = torch.arange(B, device=self.device, dtype=slots.dtype)
+        elif target is None:
+            raise ValueError("target: expected a tensor where to_slots says its rows, got None")
+        for name, x in (("n", n), ("to_slots", to_slots)):
+            if x is not None:
+                _expect(name, x, (B,), None, self.device)
+        if target is None:
+            target = torch.zeros(self.layers, B, layout.H, layout.V, layout.K, device=self.device)
+        self._check_states("target", target)
+        if self.debug and n is not None:
+            count = self.cursors.count[slots.long().clamp(min=0)]
+            wrong = ((slots >= 0) & ((n < 0) | (n > count))).nonzero().flatten().tolist()
+            if wrong:
+                raise ValueError(f"n: expected 0 ... count = {int(count[wrong[0]])} in row {wrong[0]}, got {int(n[wrong[0]])}")
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.materialize(
+                slots, n, *self.buffers, *self.cursors, self.A, target, to_slots, layout.spec, self.backend
+            )
+        else:
+            ops.materialize(slots, n, self.buffers, self.cursors, self.A, target, to_slots, layout, self.backend)
+        return target
+
+    def conv_window(self, slots: Tensor, n: Tensor | None = None) -> Tensor:
+        """The convolution's last width - 1 inputs after each slot's first n records, [L, B, width - 1, C], oldest first."""
+        spec, ring = self.layout.conv, self.buffers.conv
+        if spec is None or ring is None:
+            raise ValueError("layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself")
+        self._slots("slots", slots, settled=True)
+        at = slots.long().clamp(min=0)
+        end = self.cursors.start[at] + (self.cursors.count[at] if n is None else n)
+        rows = (end[:, None] + torch.arange(1 - spec.width, 0, device=self.device)) % self.layout.R
+        return ring[:, at[:, None], 0, rows]
+
+    def load(
+        self, slots: Tensor, states: Tensor, layer: int | None = None, conv: Tensor | None = None, keys: Tensor | None = None
+    ) -> None:
+        """After prefill: the slots start anew from these states, with empty rings.
+
+        Args:
+            slots: [B]; negative rows are skipped.
+            states: [L, B, H, V, K], or [B, H, V, K] with ``layer``; fp32, bf16 or fp16, contiguous in [V, K].
+            layer: load one layer alone; cursors are reset each time.
+            conv: [L, B, width - 1, C] (or [B, ...]) last inputs of the convolution, oldest first; required with a layout
+                that has one.
+            keys: [B] int64, the requests' own numbers; None leaves the slots' keys.
+        """
+        self._slots("slots", slots, settled=True)
+        if layer is not None:
+            states, conv = states[None], None if conv is None else conv[None]
+        self._check_states("states", states)
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        state = self.buffers.state[layers]
+        if states.shape[:2] != (state.shape[0], slots.shape[0]):
+            raise ValueError(f"states: expected [{state.shape[0]}, {slots.shape[0]}, ...], got {list(states.shape)}")
+        if (conv is None) != (self.layout.conv is None):
+            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if self.layout.conv else 'None'}, got {_describe(conv)}")
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.load(states, state, slots, self.layout.spec, self.backend)
+        else:
+            ops.load(states, state, slots, self.layout, self.backend)
+        self._restart(slots, keys)
+        if conv is not None and self.buffers.conv is not None:
+            back, R = conv.shape[2], self.layout.R
+            for i, ring in enumerate(self.buffers.conv[layers]):
+                ops.eager.scatter(ring[:, 0, R - back :], slots, conv[i])
+
+    def reset(self, slots: Tensor, keys: Tensor | None = None) -> None:
+        """The slots start anew from zero states and, where the layout has one, an empty convolution window."""
+        self._slots("slots", slots, settled=True)
+        for buffer in (self.buffers.state, self.buffers.conv):
+            if buffer is not None:
+                for one in buffer:
+                    ops.eager.scatter(one, slots, one.new_zeros(()).expand(slots.shape[0], *one.shape[1:]))
+        self._restart(slots, keys)
+
+    def copy(self, src: Tensor, dst: Tensor) -> None:
+        """Slot dst[i] becomes everything slot src[i] is: checkpoint, ring, convolution window, cursors, key.
+
+        All sources are read before any destination is written, so permutations are fine; a destination named twice is not.
+        Pairs with a negative side are skipped.
+        """
+        B = self._slots("src", src, settled=True)
+        if self._slots("dst", dst, settled=True) != B:
+            raise ValueError(f"dst: expected {B} slots as in src, got {dst.shape[0]}")
+        if self.debug and torch.unique(dst[dst >= 0]).numel() != int((dst >= 0).sum()):
+            raise ValueError(f"dst: expected each slot once, got {dst.tolist()}")
+        at, to = src.long().clamp(min=0), torch.where(src >= 0, dst, -1)
+        for buffer in self.buffers:
+            for one in () if buffer is None else buffer:
+                ops.eager.scatter(one, to, one[at])
+        for one in self.cursors:
+            ops.eager.scatter(one, to, one[at])
+
+    def export(self, slots: Tensor) -> Export:
+        """Everything the slots are, copied to the host; waits for the device."""
+        self._slots("slots", slots, settled=True)
+        at = slots.long()
+        if bool((at < 0).any()):
+            raise ValueError(f"slots: expected live slots, got {slots.tolist()}")
+        tensors = {name: x[:, at].cpu() for name, x in self.buffers._asdict().items() if x is not None}
+        return Export(self.layout.spec, tensors | {f"cursor.{name}": x[at].cpu() for name, x in self.cursors._asdict().items()})
+
+    def import_(self, slots: Tensor, exported: Export) -> None:
+        """The slots become what ``export`` read, in this state or another of the same layout and number of layers."""
+        if exported.spec != self.layout.spec:
+            raise ValueError(f"exported: expected layout {self.layout.spec}, got {exported.spec}")
+        B = self._slots("slots", slots, settled=True)
+        if exported.tensors["state"].shape[:2] != (self.layers, B):
+            raise ValueError(f"exported: expected [{self.layers}, {B}, ...], got {list(exported.tensors['state'].shape)}")
+        for name, x in self.buffers._asdict().items():
+            if x is not None:
+                values = exported.tensors[name].to(self.device)
+                for i in range(self.layers):
+                    ops.eager.scatter(x[i], slots, values[i])
+        for name, x in self.cursors._asdict().items():
+            ops.eager.scatter(x, slots, exported.tensors[f"cursor.{name}"].to(self.device))
+
+    # ---- checks --------------------------------------------------------------------------------------------------------
+
+    def _restart(self, slots: Tensor, keys: Tensor | None) -> None:
+        for one in self.cursors[:4]:
+            ops.eager.scatter(one, slots, one.new_zeros(slots.shape[0]))
+        if keys is not None:
+            ops.eager.scatter(self.cursors.key, slots, keys)
+
+    def _slots(self, name: str, slots: Tensor, settled: bool = False) -> int:
+        if slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: expected int32 or int64, got {slots.dtype}")
+        _expect(name, slots, (slots.numel(),), None, self.device)
+        if self.debug:
+            live = slots[slots >= 0]
+            if bool((live >= self.slots).any()):
+                raise ValueError(f"{name}: expected slots below {self.slots}, got {slots.tolist()}")
+            if settled and bool((self.cursors.pending[live.long()] % 2 == 1).any()):
+                raise ValueError(f"{name}: expected slots whose step was committed, got {slots.tolist()} with a step pending")
+        return slots.shape[0]
+
+    def _debug_plan(self, slots: Tensor, t: Tensor | None) -> None:
+        live = slots[slots >= 0].long()
+        if torch.unique(live).numel() != live.numel():
+            raise ValueError(f"slots: expected each live slot once, got {slots.tolist()}")
+        if bool((self.cursors.pending[live] % 2 == 1).any()):
+            raise ValueError(f"slots: expected slots whose step was committed, got {slots.tolist()} with a step pending")
+        if t is not None and bool(((t < 0) | (t > self.layout.T_max)).any()):
+            raise ValueError(f"t: expected 0 ... T_max = {self.layout.T_max}, got {t.tolist()}")
+        count = self.cursors.count[live]
+        if bool(((count < 0) | (count > self.layout.W)).any()):
+            raise ValueError(f"cursors.count: expected 0 ... W = {self.layout.W}, got {count.tolist()} in slots {live.tolist()}")
+
+    def _check_states(self, name: str, states: Tensor) -> None:
+        shape = (self.layout.H, self.layout.V, self.layout.K)
+        if states.dim() != 5 or states.shape[2:] != shape:
+            raise ValueError(f"{name}: expected [L, B, H, V, K] with H, V, K = {list(shape)}, got {list(states.shape)}")
+        if states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name}: expected fp32, bf16 or fp16, got {states.dtype}")
+        if states.stride(-1) != 1 or states.stride(-2) != self.layout.K:
+            raise ValueError(f"{name}: expected contiguous [V, K], got strides {states.stride()}")
+        if states.device != self.device:
+            raise ValueError(f"{name}: expected device {self.device}, got {states.device}")
+
+    def _check_step(self, plan: Plan, x: dict[str, Tensor | None], w: dict[str, Tensor | None]) -> None:
+        layout, row = self.layout, self.layout.recurrence
+        v = x["v"]
+        N = v.shape[0] if plan.tokens is None and v is not None else plan.tokens
+        H, G, V, K = layout.H, layout.G, layout.V, layout.K
+        per_head = (H, K) if row.per_channel else (H,)
+        shapes = {"q": (N, G, K), "k": (N, G, K), "v": (N, H, V), "z": (N, H, V), "b": (N, H), "a": (N, *per_head)}
+        has = {"b": row.beta != "one", "a": row.stores_g, "A": row.decay in ("softplus", "safe")}
+        for name, tensor in (*x.items(), *w.items()):
+            wanted = has.get(name, tensor is not None or name in ("q", "k", "v"))
+            shape = shapes.get(name, per_head if name == "dt_bias" else (H,))
+            if wanted != (tensor is not None):
+                expected = f"{list(shape)}" if wanted else "None"
+                raise ValueError(f"{name}: expected {expected} for {row.name}, got {_describe(tensor)}")
+            if tensor is not None:
+                _expect(name, tensor, shape, layout.act if name in ("q", "k", "v", "z") else None, self.device)
+                if name in w and not tensor.is_contiguous():
+                    raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")
+
+
+def _describe(x: Tensor | None) -> str:
+    return "None" if x is None else f"{list(x.shape)} {x.dtype}"
+
+
+def _expect(name: str, x: Tensor, shape: tuple[int | None, ...] | torch.Size, dtype: torch.dtype | None, device: torch.device) -> None:
+    """ValueError unless x has this shape, dtype (None: any), device and a unit inner stride."""
+    if tuple(x.shape) != tuple(shape) or (dtype is not None and x.dtype != dtype):
+        raise ValueError(f"{name}: expected {list(shape)} {dtype or ''}, got {_describe(x)}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {x.device}")
+    if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")

@@ -1,0 +1,82 @@
+"""Compiles every kernel variant that the launchers would start, for an architecture, without a GPU.
+
+usage: python tests/compile_kernels.py TARGET [CASE ...]      TARGET: sm_80 ... sm_120, gfx942; CASE: names of tests/cases.py
+
+Run without TRITON_INTERPRET. Launches are recorded, not made: each kernel's arguments are specialised as the real launcher
+would, then compiled. Prints a row per variant: kernel, case, registers' spill and binary size where the compiler says.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+sys.path.insert(0, __file__.rsplit("/", 2)[0])
+
+from replayssm import Conv, cursor, ops
+from tests import cases
+
+
+def target_of(name: str) -> GPUTarget:
+    """The compiler's target for sm_XX or gfxXXX."""
+    return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+
+
+def compile_launch(kernel: JITFunction, target: GPUTarget, args: tuple, kwargs: dict):
+    """Compile a kernel for the arguments of one launch."""
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
+
+
+def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]]:
+    """Every launch of a decode step, a commit, fold, materialize, load and convolution of this case."""
+    layout = case.layout(conv=Conv(64), **kwargs)
+    generator = torch.Generator().manual_seed(0)
+    w = cases.weights(layout, generator)
+    x = {name: None for name in "qkvbaz"} | cases.inputs(layout, 2, generator, z=not layout.recurrence.delta)
+    buffers, cursors = layout.allocate(2, 3, "cpu"), cursor.allocate(3, "cpu")
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    rows = torch.zeros(2, cursor.PLAN_WIDTH, dtype=torch.int32)
+    A = torch.zeros(2, layout.H) if layout.recurrence.decay == "derived" else None
+    out = torch.empty(2, layout.H, layout.V, dtype=layout.act)
+    states = torch.zeros(2, 2, layout.H, layout.V, layout.K)
+    lines = torch.zeros(2, 64, dtype=layout.act)
+    recorded = []
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **kw: recorded.append((self, args, kw))
+    try:
+        ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton")
+        ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
+        ops.conv(rows, 1, lines, torch.zeros(64, 4), None, buffers.conv, lines.clone(), 1, True, layout, "triton")
+        ops.commit(rows, None, cursors, layout, "triton")
+        ops.commit(rows, slots, cursors, layout, "triton")
+        ops.fold(slots, buffers, cursors, A, layout, "triton")
+        ops.materialize(slots, slots, buffers, cursors, A, states, slots, layout, "triton")
+        ops.load(states, buffers.state, slots, layout, "triton")
+    finally:
+        JITFunction.run = run
+    return recorded
+
+
+def main(target_name: str, names: list[str]) -> None:
+    """Compile all variants of the named cases (default: all) for the target."""
+    every = [*cases.FAMILY.values(), *cases.READY.values(), *cases.MODELS, *cases.AWKWARD]
+    variants = [{"act": torch.bfloat16}, {"act": torch.float16, "state": "fp16", "u": torch.float16, "W": 32}]
+    for case in [c for c in every if not names or c.name in names]:
+        for variant in variants:
+            for kernel, args, kwargs in launches(case, **variant):
+                compiled = compile_launch(kernel, target_of(target_name), args, kwargs)
+                binary = compiled.asm.get("cubin", compiled.asm.get("hsaco"))
+                print(f"{kernel.__name__:24s} {case.name:22s} {variant['act']!s:16s} {len(binary):8d} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 # Columns of a plan row (int32). `rows`: packed token rows the batch row owns, from `first` on; `t` of them are live tokens.
-PLAN = ("slot", "start", "count", "t", "flush", "append", "first", "rows", "ticket")
+# `order` is no part of its row: read down the column it lists all rows, those that flush first, since a launch should not
+# begin its longest programs last.
+PLAN = ("slot", "start", "count", "t", "flush", "append", "first", "rows", "ticket", "order")
 PLAN_WIDTH = len(PLAN)
 
 
@@ -50,7 +52,7 @@ def append_row(start, count, R):
 
 def next_ticket(pending):
     """Ticket of the next plan: the next odd number, so that an older plan's commit finds another ticket and does nothing."""
-    return pending + 1 + pending % 2
+    return (pending + 1) | 1
 
 
 def committed(start, count, flush, accepted, R):

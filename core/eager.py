@@ -44,14 +44,15 @@ def plan(
     start, count = (torch.where(live, c[at], 0) for c in (cursors.start, cursors.count))
     ticket = next_ticket(torch.where(live, cursors.pending[at], 0))
     flush = live & flush_rule(torch.zeros_like(n) if force is None else force, count, n, W)
-    columns = (slots, start, count, n, flush, append_row(start, count, R), first, rows, ticket)
+    order = flush.to(torch.int32).argsort(descending=True, stable=True)
+    columns = (slots, start, count, n, flush, append_row(start, count, R), first, rows, ticket, order)
     out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
     scatter(cursors.pending, slots, ticket)
 
 
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:
     """As kernels.cursor.commit."""
-    slot, start, count, t, flush, _, _, _, ticket = plan.unbind(1)
+    slot, start, count, t, flush, _, _, _, ticket, *_ = plan.unbind(1)
     pending = (slot >= 0) & (cursors.pending[slot.long().clamp(min=0)] == ticket)
     slot = torch.where(pending, slot, -1)
     start, count = committed(start, count, flush, t if accepted is None else accepted, R)
@@ -106,7 +107,7 @@ def step(
     """One step of one layer, up to T tokens per row; reads plan rows, writes ``out`` [N, H, V] and the layer's buffers."""
     row, heads = layout.recurrence, layout.H // layout.G
     ring = Buffers(*(None if x is None else x[layer] for x in buffers))
-    slots, start, count, t, flush, append, first, _, _ = (c.long() for c in plan.unbind(1))
+    slots, start, count, t, flush, append, first, *_ = (c.long() for c in plan.unbind(1))
     out.zero_()
     slot, flush = slots.clamp(min=0), flush.bool()
 
@@ -158,7 +159,8 @@ def step(
         o = readout(q_t) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
         scatter(out, torch.where(on, first + i, -1), epilogue(o, x_v, D, token["z"]))
 
-        new = {"k": token["k"], "v": token["v"], "beta": beta, "g": g, "u": u}
+        finite = torch.finfo(layout.u).max  # saturate: a helper's overflow must not become an infinity
+        new = {"k": token["k"], "v": token["v"], "beta": beta, "g": g, "u": u.clamp(-finite, finite)}
         new |= {"gsum": newest if row.stores_g else None, "rnorm": torch.rsqrt((token["k"].float() ** 2).sum(-1) + L2_EPS)}
         at_new = append_row(append, i, layout.R)
         for name, value in new.items():
@@ -205,7 +207,7 @@ def materialize(
 
 def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, out: Tensor, R: int, T: int, silu: bool) -> None:
     """As kernels.conv.conv; ring [L, S, 1, R, C]."""
-    slots, _, _, t, _, append, first, _, _ = (c.long() for c in plan.unbind(1))
+    slots, _, _, t, _, append, first, *_ = (c.long() for c in plan.unbind(1))
     taps, slot = weight.shape[1], slots.clamp(min=0)
     out.zero_()
     back = torch.arange(1 - taps, 0, device=x.device)

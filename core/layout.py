@@ -75,10 +75,12 @@ class Layout:
         V, K: dimensions of a head's state; multiples of 16, at most 256.
         W: window: most records between flushes.
         T_max: most tokens per row and step, ``1 <= T_max <= W``.
-        R: ring rows, at least ``W + T_max`` (the default); with a convolution also at least ``T_max + width - 1``.
+        R: ring rows, at least ``W + T_max`` (the default); with a convolution also ``W + width - 1``, so that a full window
+            still has the inputs before its first record.
         state: name of the checkpoint's format.
         act: dtype of q, k, v, z and outputs, and so of the ring's k and v.
-        u: dtype of the delta rule's readout helper.
+        u: dtype of the delta rule's readout helper; None takes fp32 with fp32 activations and fp16, saturating, with 16-bit
+            ones. It never reaches the recurrence; docs/precision.md has the measured output errors.
         conv: the causal convolution whose window the core keeps, or None where the engine keeps it.
         order: "head" or "token": which of head and row is outermost in allocated rings.
 
@@ -96,11 +98,13 @@ class Layout:
     R: int = 0
     state: str = "fp32"
     act: torch.dtype = torch.bfloat16
-    u: torch.dtype = torch.float32
+    u: torch.dtype | None = None
     conv: Conv | None = None
     order: Literal["head", "token"] = "head"
 
     def __post_init__(self) -> None:
+        if self.u is None:
+            object.__setattr__(self, "u", torch.float32 if self.act == torch.float32 else torch.float16)
         if isinstance(self.recurrence, str):
             if self.recurrence not in FAMILIES:
                 raise ValueError(f"recurrence: expected one of {sorted(FAMILIES)}, got {self.recurrence!r}")
@@ -116,7 +120,7 @@ class Layout:
                 raise NotImplementedError(f"{name}: supported are multiples of 16 up to 256, got {size}")
         if self.T_max > self.W:
             raise ValueError(f"T_max: expected at most W = {self.W}, got {self.T_max}")
-        least = max(self.W, self.conv.width - 1 if self.conv else 0) + self.T_max
+        least = self.W + max(self.T_max, self.conv.width - 1 if self.conv else 0)
         if self.R == 0:
             object.__setattr__(self, "R", least)
         if self.R < least:
@@ -185,6 +189,8 @@ class Layout:
 
     def check(self, buffers: Buffers) -> None:
         """Raise ValueError unless buffers [L, S, ...] have this layout's shapes and dtypes and are contiguous in their dim."""
+        if buffers.state.dim() != 5:
+            raise ValueError(f"state: expected [L, S, H, V, K], got {list(buffers.state.shape)}")
         layers, slots = buffers.state.shape[:2]
         for name, tensor in buffers._asdict().items():
             if name not in self.tensors:
@@ -199,8 +205,9 @@ class Layout:
                 raise ValueError(f"{name}: expected {expected} {dtype}, got {list(tensor.shape)} {tensor.dtype}")
             if tensor.device != buffers.state.device:
                 raise ValueError(f"{name}: expected device {buffers.state.device}, got {tensor.device}")
-            contiguous = tensor.stride(-1) == 1 and (name != "state" or tensor.stride(-2) == self.K)
-            if not contiguous:
+            # [heads, R] has no inner dimension: its rows are strided as the others' are.
+            contiguous = len(shape) < 3 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+            if not contiguous or (name == "state" and tensor.stride(-2) != self.K):
                 raise ValueError(f"{name}: expected contiguous {'[V, K]' if name == 'state' else 'rows'}, got strides {tensor.stride()}")
 
     # ---- bytes -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ Source: Mamba-2 (Dao & Gu 2024), Gated DeltaNet (Yang et al. 2024), Kimi Delta A
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ L2_EPS = 1e-6
 SOFTPLUS_LINEAR_ABOVE = 20.0
 # A readout's cumulative decay holds each token's g no lower than this: what is older then weighs less than fp32 resolves.
 READOUT_G_FLOOR = -20.0
+
+Beta = Literal["softplus", "sigmoid", "one", "ready"]
+Decay = Literal["derived", "softplus", "safe", "ready"]
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,33 @@ class Recurrence:
     name: str
     delta: bool
     per_channel: bool
-    beta: Literal["softplus", "sigmoid", "one", "ready"]
-    decay: Literal["derived", "softplus", "safe", "ready"]
+    beta: Beta
+    decay: Decay
     normalize: bool
     scale: float | None = None
     lower_bound: float = 0.0
 
     def __post_init__(self) -> None:
+        for name, known in (("beta", get_args(Beta)), ("decay", get_args(Decay))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"recurrence {self.name}: {name}: expected one of {list(known)}, got {getattr(self, name)!r}")
         if self.decay == "derived" and (self.per_channel or self.beta == "one"):
             raise NotImplementedError(
                 f"recurrence {self.name}: decay 'derived' is A * beta, one per head; got per_channel={self.per_channel}, "
                 f"beta={self.beta!r}; supported with per-channel decay: 'softplus', 'safe', 'ready'"
             )
+        if self.beta == "softplus" and (self.per_channel or self.decay in ("softplus", "safe")):
+            raise NotImplementedError(
+                f"recurrence {self.name}: beta 'softplus' takes dt_bias [H] for itself; got decay={self.decay!r}, "
+                f"per_channel={self.per_channel}; supported with it: 'derived' or 'ready', one per head"
+            )
         if self.decay == "safe" and not self.lower_bound < 0:
             raise ValueError(f"recurrence {self.name}: lower_bound: expected < 0 for the safe decay, got {self.lower_bound}")
+
+    @property
+    def biased(self) -> bool:
+        """Whether a gate adds dt_bias."""
+        return "softplus" in (self.beta, self.decay) or self.decay == "safe"
 
     @property
     def stores_g(self) -> bool:

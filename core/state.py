@@ -10,7 +10,10 @@ from torch import Tensor
 
 from . import cursor, ops
 from .cursor import PLAN_WIDTH, Cursors
-from .layout import Buffers, Layout
+from .layout import ACTIVATIONS, Buffers, Layout
+
+INTEGERS = (torch.int32, torch.int64)
+FLAGS = (torch.bool, *INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,16 @@ class ReplayState:
         max_rows: int | None = None,
         debug: bool | None = None,
     ) -> None:
-        if layers < 1 or slots < 1:
-            raise ValueError(f"layers, slots: expected >= 1, got {layers}, {slots}")
+        max_rows = slots if max_rows is None else max_rows
+        if min(layers, slots, max_rows) < 1:
+            raise ValueError(f"layers, slots, max_rows: expected >= 1, got {layers}, {slots}, {max_rows}")
         if buffers is not None:
             device = buffers.state.device
         device = torch.device(device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device: expected a device of this machine, got {device} and torch finds no CUDA GPU; use device='cpu'")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            found = torch.cuda.device_count() or "no"
+            raise ValueError(f"device: expected a device of this machine, got {device} and torch finds {found} CUDA GPU; use device='cpu'")
+        device = torch.empty(0, device=device).device  # with its index: torch.device("cuda") equals no tensor's device
         backend = backend or ("triton" if device.type == "cuda" else "torch")
         if backend not in ops.BACKENDS:
             raise NotImplementedError(f"backend: expected one of {list(ops.BACKENDS)}, got {backend!r}")
@@ -93,6 +99,8 @@ class ReplayState:
             raise ValueError(f"A: expected {'[layers, H] fp32' if derived else 'None'} for {layout.recurrence.name}, got {_describe(A)}")
         if A is not None:
             _expect("A", A, (layers, layout.H), torch.float32, device)
+            if not A.is_contiguous():
+                raise ValueError(f"A: expected contiguous [layers, H], got strides {A.stride()}")
         self.layout, self.layers, self.slots, self.device, self.backend, self.A = layout, layers, slots, device, backend, A
         if buffers is None:
             buffers = layout.allocate(layers, slots, device)
@@ -101,11 +109,11 @@ class ReplayState:
         layout.check(buffers)
         self.buffers: Buffers = buffers
         self.cursors: Cursors = cursor.allocate(slots, device)
-        self.device = buffers.state.device
         self.debug = _debug_from_environment() if debug is None else debug
-        self._plans = torch.zeros(max_rows or slots, PLAN_WIDTH, dtype=torch.int32, device=device)
+        self._plans = torch.zeros(max_rows, PLAN_WIDTH, dtype=torch.int32, device=device)
         self._pool = ops.arguments.pool(buffers) if backend == "triton" else None
         self._ran: set[int] = set()
+        self._spec = layout.spec  # TorchDynamo cannot trace its making
 
     # ---- a step --------------------------------------------------------------------------------------------------------
 
@@ -124,25 +132,25 @@ class ReplayState:
         Returns:
             The plan, valid until the next one. Its slots are pending until ``commit``.
         """
-        B, layout = self._slots("slots", slots), self.layout
+        B, layout = self._slots("slots", slots, settled=True, distinct=True), self.layout
         if B > self._plans.shape[0]:
             raise ValueError(f"slots: expected at most max_rows = {self._plans.shape[0]} rows, got {B}")
         T = t if isinstance(t, int) else layout.T_max
         if not 0 <= T <= layout.T_max:
             raise ValueError(f"t: expected 0 ... T_max = {layout.T_max}, got {t}")
         per_row = t if isinstance(t, Tensor) else None
-        for name, x, n in (("t", per_row, B), ("force", force, B), ("cu_seqlens", cu_seqlens, B + 1)):
+        for name, x, n, kind in (("t", per_row, B, INTEGERS), ("force", force, B, FLAGS), ("cu_seqlens", cu_seqlens, B + 1, INTEGERS)):
             if x is not None:
-                _expect(name, x, (n,), None, self.device)
+                _expect(name, x, (n,), kind, self.device)
         if cu_seqlens is not None:
             if per_row is not None or t != 1:
                 raise ValueError("t: expected to be left alone with cu_seqlens, which says the tokens of each row")
             T = layout.T_max
         if self.debug:
-            self._debug_plan(slots, per_row if cu_seqlens is None else cu_seqlens.diff())
+            self._debug_plan(slots, per_row, cu_seqlens)
         rows = self._plans[:B]
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.plan(slots, per_row, force, cu_seqlens, *self.cursors, rows, T, layout.spec, self.backend)
+            torch.ops.replayssm.plan(slots, per_row, force, cu_seqlens, *self.cursors, rows, T, self._spec, self.backend)
         else:
             ops.plan(slots, per_row, force, cu_seqlens, self.cursors, rows, T, layout, self.backend)
         self._ran.clear()
@@ -188,8 +196,7 @@ class ReplayState:
         Source: output-only form of the recurrence in ``replayssm.recurrence``.
         """
         layout = self.layout
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"layer: expected 0 ... {self.layers - 1}, got {layer}")
+        self._check_layer(layer)
         x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
         w = {"A": A, "dt_bias": dt_bias, "D": D}
         self._check_step(plan, x, w)
@@ -205,7 +212,7 @@ class ReplayState:
             self._ran.add(layer)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.step(
-                plan.rows, layer, *x.values(), *w.values(), *self.buffers, out, plan.T, layout.spec, self.backend
+                plan.rows, layer, *x.values(), *w.values(), *self.buffers, out, plan.T, self._spec, self.backend
             )
         else:
             ops.step(plan.rows, layer, x, w, self.buffers, out, plan.T, layout, self.backend, self._pool)
@@ -221,20 +228,23 @@ class ReplayState:
             weight: [C, width] floating, contiguous; bias: [C] or None.
             silu: whether ``y * sigmoid(y)`` follows.
         """
+        self._check_layer(layer)
         spec = self.layout.conv
         if spec is None:
             raise ValueError("layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself")
         _expect("x", x, (plan.tokens if plan.tokens is not None else x.shape[0], spec.channels), self.layout.act, self.device)
-        _expect("weight", weight, (spec.channels, spec.width), None, self.device)
+        _expect("weight", weight, (spec.channels, spec.width), ACTIVATIONS, self.device)
         if not weight.is_contiguous():
             raise ValueError(f"weight: expected contiguous [C, width], got strides {weight.stride()}")
         if bias is not None:
-            _expect("bias", bias, (spec.channels,), None, self.device)
+            _expect("bias", bias, (spec.channels,), ACTIVATIONS, self.device)
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        else:
+            _expect("out", out, x.shape, x.dtype, self.device)
         ring = self.buffers.conv
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout.spec, self.backend)
+            torch.ops.replayssm.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self._spec, self.backend)
         else:
             ops.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout, self.backend)
         return out
@@ -242,14 +252,14 @@ class ReplayState:
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first accepted[b] tokens of each row, 0 ... t, [B] int; None keeps all. Again changes nothing."""
         if accepted is not None:
-            _expect("accepted", accepted, (plan.rows.shape[0],), None, self.device)
+            _expect("accepted", accepted, (plan.rows.shape[0],), INTEGERS, self.device)
             if self.debug:
-                t = plan.rows[:, cursor.PLAN.index("t")]
-                wrong = ((accepted < 0) | (accepted > t)).nonzero().flatten().tolist()
+                slot, t = (plan.rows[:, cursor.PLAN.index(name)] for name in ("slot", "t"))
+                wrong = ((slot >= 0) & ((accepted < 0) | (accepted > t))).nonzero().flatten().tolist()
                 if wrong:
                     raise ValueError(f"accepted: expected 0 ... t, got {int(accepted[wrong[0]])} of {int(t[wrong[0]])} in row {wrong[0]}")
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self.layout.spec, self.backend)
+            torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
         else:
             ops.commit(plan.rows, accepted, self.cursors, self.layout, self.backend)
 
@@ -257,9 +267,9 @@ class ReplayState:
 
     def fold(self, slots: Tensor) -> None:
         """Flush the slots' rings in place, all layers: their checkpoints are then the exact states. Negative slots: nothing."""
-        self._slots("slots", slots, settled=True)
+        self._slots("slots", slots, settled=True, distinct=True)
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.fold(slots, *self.buffers, *self.cursors, self.A, self.layout.spec, self.backend)
+            torch.ops.replayssm.fold(slots, *self.buffers, *self.cursors, self.A, self._spec, self.backend)
         else:
             ops.fold(slots, self.buffers, self.cursors, self.A, self.layout, self.backend)
 
@@ -278,24 +288,22 @@ class ReplayState:
             The target.
         """
         B, layout = self._slots("slots", slots, settled=True), self.layout
-        if to_slots is None:
-            to_slots = torch.arange(B, device=self.device, dtype=slots.dtype)
-        elif target is None:
-            raise ValueError("target: expected a tensor where to_slots says its rows, got None")
-        for name, x in (("n", n), ("to_slots", to_slots)):
-            if x is not None:
-                _expect(name, x, (B,), None, self.device)
+        self._check_n(slots, n)
         if target is None:
+            if to_slots is not None:
+                raise ValueError("target: expected a tensor where to_slots says its rows, got None")
             target = torch.zeros(self.layers, B, layout.H, layout.V, layout.K, device=self.device)
         self._check_states("target", target)
-        if self.debug and n is not None:
-            count = self.cursors.count[slots.long().clamp(min=0)]
-            wrong = ((slots >= 0) & ((n < 0) | (n > count))).nonzero().flatten().tolist()
-            if wrong:
-                raise ValueError(f"n: expected 0 ... count = {int(count[wrong[0]])} in row {wrong[0]}, got {int(n[wrong[0]])}")
+        if target.shape[0] != self.layers or (to_slots is None and target.shape[1] < B):
+            raise ValueError(f"target: expected [{self.layers}, at least {B}, ...], got {list(target.shape)}")
+        if to_slots is None:
+            to_slots = torch.arange(B, device=self.device, dtype=slots.dtype)
+        _expect("to_slots", to_slots, (B,), INTEGERS, self.device)
+        if self.debug:
+            self._debug_slots("to_slots", to_slots, target.shape[1], distinct=True)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.materialize(
-                slots, n, *self.buffers, *self.cursors, self.A, target, to_slots, layout.spec, self.backend
+                slots, n, *self.buffers, *self.cursors, self.A, target, to_slots, self._spec, self.backend
             )
         else:
             ops.materialize(slots, n, self.buffers, self.cursors, self.A, target, to_slots, layout, self.backend)
@@ -307,6 +315,7 @@ class ReplayState:
         if spec is None or ring is None:
             raise ValueError("layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself")
         self._slots("slots", slots, settled=True)
+        self._check_n(slots, n)
         at = slots.long().clamp(min=0)
         end = self.cursors.start[at] + (self.cursors.count[at] if n is None else n)
         rows = (end[:, None] + torch.arange(1 - spec.width, 0, device=self.device)) % self.layout.R
@@ -325,18 +334,22 @@ class ReplayState:
                 that has one.
             keys: [B] int64, the requests' own numbers; None leaves the slots' keys.
         """
-        self._slots("slots", slots, settled=True)
+        B, spec = self._slots("slots", slots, settled=True, distinct=True), self.layout.conv
         if layer is not None:
+            self._check_layer(layer)
             states, conv = states[None], None if conv is None else conv[None]
         self._check_states("states", states)
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         state = self.buffers.state[layers]
-        if states.shape[:2] != (state.shape[0], slots.shape[0]):
-            raise ValueError(f"states: expected [{state.shape[0]}, {slots.shape[0]}, ...], got {list(states.shape)}")
-        if (conv is None) != (self.layout.conv is None):
-            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if self.layout.conv else 'None'}, got {_describe(conv)}")
+        if states.shape[:2] != (state.shape[0], B):
+            raise ValueError(f"states: expected [{state.shape[0]}, {B}, ...], got {list(states.shape)}")
+        if (conv is None) != (spec is None):
+            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if spec else 'None'}, got {_describe(conv)}")
+        if conv is not None and spec is not None:
+            _expect("conv", conv, (state.shape[0], B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
+        self._check_keys(keys, B)
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.load(states, state, slots, self.layout.spec, self.backend)
+            torch.ops.replayssm.load(states, state, slots, self._spec, self.backend)
         else:
             ops.load(states, state, slots, self.layout, self.backend)
         self._restart(slots, keys)
@@ -347,7 +360,7 @@ class ReplayState:
 
     def reset(self, slots: Tensor, keys: Tensor | None = None) -> None:
         """The slots start anew from zero states and, where the layout has one, an empty convolution window."""
-        self._slots("slots", slots, settled=True)
+        self._check_keys(keys, self._slots("slots", slots, settled=True, distinct=True))
         for buffer in (self.buffers.state, self.buffers.conv):
             if buffer is not None:
                 for one in buffer:
@@ -361,16 +374,16 @@ class ReplayState:
         Pairs with a negative side are skipped.
         """
         B = self._slots("src", src, settled=True)
-        if self._slots("dst", dst, settled=True) != B:
+        if self._slots("dst", dst, settled=True, distinct=True) != B:
             raise ValueError(f"dst: expected {B} slots as in src, got {dst.shape[0]}")
-        if self.debug and torch.unique(dst[dst >= 0]).numel() != int((dst >= 0).sum()):
-            raise ValueError(f"dst: expected each slot once, got {dst.tolist()}")
         at, to = src.long().clamp(min=0), torch.where(src >= 0, dst, -1)
         for buffer in self.buffers:
             for one in () if buffer is None else buffer:
                 ops.eager.scatter(one, to, one[at])
-        for one in self.cursors:
-            ops.eager.scatter(one, to, one[at])
+        for name, one in self.cursors._asdict().items():
+            if name != "pending":
+                ops.eager.scatter(one, to, one[at])
+        self._settle(to)
 
     def export(self, slots: Tensor) -> Export:
         """Everything the slots are, copied to the host; waits for the device."""
@@ -379,13 +392,13 @@ class ReplayState:
         if bool((at < 0).any()):
             raise ValueError(f"slots: expected live slots, got {slots.tolist()}")
         tensors = {name: x[:, at].cpu() for name, x in self.buffers._asdict().items() if x is not None}
-        return Export(self.layout.spec, tensors | {f"cursor.{name}": x[at].cpu() for name, x in self.cursors._asdict().items()})
+        return Export(self._spec, tensors | {f"cursor.{name}": x[at].cpu() for name, x in self.cursors._asdict().items()})
 
     def import_(self, slots: Tensor, exported: Export) -> None:
         """The slots become what ``export`` read, in this state or another of the same layout and number of layers."""
-        if exported.spec != self.layout.spec:
-            raise ValueError(f"exported: expected layout {self.layout.spec}, got {exported.spec}")
-        B = self._slots("slots", slots, settled=True)
+        if exported.spec != self._spec:
+            raise ValueError(f"exported: expected layout {self._spec}, got {exported.spec}")
+        B = self._slots("slots", slots, settled=True, distinct=True)
         if exported.tensors["state"].shape[:2] != (self.layers, B):
             raise ValueError(f"exported: expected [{self.layers}, {B}, ...], got {list(exported.tensors['state'].shape)}")
         for name, x in self.buffers._asdict().items():
@@ -394,39 +407,66 @@ class ReplayState:
                 for i in range(self.layers):
                     ops.eager.scatter(x[i], slots, values[i])
         for name, x in self.cursors._asdict().items():
-            ops.eager.scatter(x, slots, exported.tensors[f"cursor.{name}"].to(self.device))
+            if name != "pending":
+                ops.eager.scatter(x, slots, exported.tensors[f"cursor.{name}"].to(self.device))
+        self._settle(slots)
 
     # ---- checks --------------------------------------------------------------------------------------------------------
 
     def _restart(self, slots: Tensor, keys: Tensor | None) -> None:
-        for one in self.cursors[:4]:
+        for one in (self.cursors.start, self.cursors.count, self.cursors.flushes):
             ops.eager.scatter(one, slots, one.new_zeros(slots.shape[0]))
+        self._settle(slots)
         if keys is not None:
             ops.eager.scatter(self.cursors.key, slots, keys)
 
-    def _slots(self, name: str, slots: Tensor, settled: bool = False) -> int:
-        if slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name}: expected int32 or int64, got {slots.dtype}")
-        _expect(name, slots, (slots.numel(),), None, self.device)
+    def _settle(self, slots: Tensor) -> None:
+        """Nothing pending. Tickets go on: a late commit of a plan of the slot's former request must find another one."""
+        pending = self.cursors.pending[slots.long().clamp(min=0)]
+        ops.eager.scatter(self.cursors.pending, slots, pending + pending % 2)
+
+    def _slots(self, name: str, slots: Tensor, settled: bool = False, distinct: bool = False) -> int:
+        _expect(name, slots, (slots.numel(),), INTEGERS, self.device)
         if self.debug:
-            live = slots[slots >= 0]
-            if bool((live >= self.slots).any()):
-                raise ValueError(f"{name}: expected slots below {self.slots}, got {slots.tolist()}")
-            if settled and bool((self.cursors.pending[live.long()] % 2 == 1).any()):
+            self._debug_slots(name, slots, self.slots, distinct)
+            if settled and bool((self.cursors.pending[slots[slots >= 0].long()] % 2 == 1).any()):
                 raise ValueError(f"{name}: expected slots whose step was committed, got {slots.tolist()} with a step pending")
         return slots.shape[0]
 
-    def _debug_plan(self, slots: Tensor, t: Tensor | None) -> None:
+    def _debug_slots(self, name: str, slots: Tensor, most: int, distinct: bool) -> None:
+        live = slots[slots >= 0]
+        if bool((live >= most).any()):
+            raise ValueError(f"{name}: expected slots below {most}, got {slots.tolist()}")
+        if distinct and torch.unique(live).numel() != live.numel():
+            raise ValueError(f"{name}: expected each live slot once, got {slots.tolist()}")
+
+    def _debug_plan(self, slots: Tensor, t: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        for name, n in (("t", None if t is None else t[slots >= 0]), ("cu_seqlens", None if cu_seqlens is None else cu_seqlens.diff())):
+            if n is not None and bool(((n < 0) | (n > self.layout.T_max)).any()):
+                raise ValueError(f"{name}: expected 0 ... T_max = {self.layout.T_max} tokens a row, got {n.tolist()}")
         live = slots[slots >= 0].long()
-        if torch.unique(live).numel() != live.numel():
-            raise ValueError(f"slots: expected each live slot once, got {slots.tolist()}")
-        if bool((self.cursors.pending[live] % 2 == 1).any()):
-            raise ValueError(f"slots: expected slots whose step was committed, got {slots.tolist()} with a step pending")
-        if t is not None and bool(((t < 0) | (t > self.layout.T_max)).any()):
-            raise ValueError(f"t: expected 0 ... T_max = {self.layout.T_max}, got {t.tolist()}")
-        count = self.cursors.count[live]
-        if bool(((count < 0) | (count > self.layout.W)).any()):
-            raise ValueError(f"cursors.count: expected 0 ... W = {self.layout.W}, got {count.tolist()} in slots {live.tolist()}")
+        for name, most in (("start", self.layout.R - 1), ("count", self.layout.W)):
+            x = getattr(self.cursors, name)[live]
+            if bool(((x < 0) | (x > most)).any()):
+                raise ValueError(f"cursors.{name}: expected 0 ... {most}, got {x.tolist()} in slots {live.tolist()}")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer: expected 0 ... {self.layers - 1}, got {layer}")
+
+    def _check_keys(self, keys: Tensor | None, B: int) -> None:
+        if keys is not None:
+            _expect("keys", keys, (B,), INTEGERS, self.device)
+
+    def _check_n(self, slots: Tensor, n: Tensor | None) -> None:
+        if n is None:
+            return
+        _expect("n", n, (slots.shape[0],), INTEGERS, self.device)
+        if self.debug:
+            count = self.cursors.count[slots.long().clamp(min=0)]
+            wrong = ((slots >= 0) & ((n < 0) | (n > count))).nonzero().flatten().tolist()
+            if wrong:
+                raise ValueError(f"n: expected 0 ... count = {int(count[wrong[0]])} in row {wrong[0]}, got {int(n[wrong[0]])}")
 
     def _check_states(self, name: str, states: Tensor) -> None:
         shape = (self.layout.H, self.layout.V, self.layout.K)
@@ -447,6 +487,7 @@ class ReplayState:
         per_head = (H, K) if row.per_channel else (H,)
         shapes = {"q": (N, G, K), "k": (N, G, K), "v": (N, H, V), "z": (N, H, V), "b": (N, H), "a": (N, *per_head)}
         has = {"b": row.beta != "one", "a": row.stores_g, "A": row.decay in ("softplus", "safe")}
+        has |= {} if row.biased else {"dt_bias": False}
         for name, tensor in (*x.items(), *w.items()):
             wanted = has.get(name, tensor is not None or name in ("q", "k", "v"))
             shape = shapes.get(name, per_head if name == "dt_bias" else (H,))
@@ -454,7 +495,8 @@ class ReplayState:
                 expected = f"{list(shape)}" if wanted else "None"
                 raise ValueError(f"{name}: expected {expected} for {row.name}, got {_describe(tensor)}")
             if tensor is not None:
-                _expect(name, tensor, shape, layout.act if name in ("q", "k", "v", "z") else None, self.device)
+                kind = layout.act if name in ("q", "k", "v", "z") else torch.float32 if name == "A" else ACTIVATIONS
+                _expect(name, tensor, shape, kind, self.device)
                 if name in w and not tensor.is_contiguous():
                     raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")
 
@@ -463,11 +505,19 @@ def _describe(x: Tensor | None) -> str:
     return "None" if x is None else f"{list(x.shape)} {x.dtype}"
 
 
-def _expect(name: str, x: Tensor, shape: tuple[int | None, ...] | torch.Size, dtype: torch.dtype | None, device: torch.device) -> None:
-    """ValueError unless x has this shape, dtype (None: any), device and a unit inner stride."""
-    if tuple(x.shape) != tuple(shape) or (dtype is not None and x.dtype != dtype):
-        raise ValueError(f"{name}: expected {list(shape)} {dtype or ''}, got {_describe(x)}")
+def _expect(
+    name: str,
+    x: Tensor,
+    shape: tuple[int | None, ...] | torch.Size,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+    inner: bool = True,
+) -> None:
+    """ValueError unless x has this shape, this dtype or one of these, this device and, with ``inner``, a unit inner stride."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tuple(x.shape) != tuple(shape) or x.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {list(shape)} {' or '.join(map(str, dtypes))}, got {_describe(x)}")
     if x.device != device:
         raise ValueError(f"{name}: expected device {device}, got {x.device}")
-    if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+    if inner and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")

@@ -36,7 +36,7 @@ MODELS = [
     Case("nemotron-3-nano-4b", MAMBA2, 12, 1, 80, 128, "H/G = 12, V = 80 is no power of two"),
     Case("nemotron-3-nano-30b", MAMBA2, 8, 1, 64, 128, "H/G = 8"),
     Case("nemotron-3-super", MAMBA2, 16, 1, 64, 128, "H/G = 16"),
-    Case("nemotron-3-ultra", MAMBA2, 32, 1, 64, 128, "H/G = 32"),
+    Case("nemotron-3-ultra", MAMBA2, 2, 1, 64, 128, "H/G = 32, cut to 2"),
     Case("qwen3.5-4b", GDN, 4, 2, 128, 128, "H/G = 2, as qwen3-next-80b"),
     Case("qwen3.5-122b", GDN, 4, 1, 128, 128, "H/G = 4, as qwen3.5-397b"),
     Case("qwen3.5-27b", GDN, 3, 1, 128, 128, "H/G = 3"),
@@ -51,8 +51,8 @@ AWKWARD = [
     Case("smallest", GDN, 1, 1, 16, 16, "one head, one tile"),
 ]
 FAMILY = {c.recurrence.name: c for c in (
-    Case("mamba2", MAMBA2, 4, 2, 32, 32, "small"), Case("gdn", GDN, 4, 2, 32, 32, "small"),
-    Case("kda", KDA, 2, 2, 32, 32, "small"), Case("kda_safe", KDA_SAFE, 2, 2, 32, 32, "small"), Case("gla", GLA, 4, 2, 32, 32, "small"),
+    Case("mamba2", MAMBA2, 2, 1, 32, 32, "small"), Case("gdn", GDN, 2, 1, 32, 32, "small"),
+    Case("kda", KDA, 2, 2, 32, 32, "small"), Case("kda_safe", KDA_SAFE, 2, 2, 32, 32, "small"), Case("gla", GLA, 2, 1, 32, 32, "small"),
 )}  # fmt: skip
 READY = {name: dataclasses.replace(c, name=f"{name}-ready", recurrence=dataclasses.replace(c.recurrence, beta="ready", decay="ready")) for name, c in FAMILY.items() if name in ("gdn", "kda")}
 

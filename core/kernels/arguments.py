@@ -62,7 +62,7 @@ class Dims(NamedTuple):
     V: tl.constexpr
     K: tl.constexpr
     R: tl.constexpr
-    K_PAD: tl.constexpr
+    BLOCK_K: tl.constexpr
     W_PAD: tl.constexpr
     DELTA: tl.constexpr
     PER_CHANNEL: tl.constexpr
@@ -76,10 +76,10 @@ class Dims(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def dims(layout: Layout) -> Dims:
-    """The compile-time half of a layout."""
-    row, pad = layout.recurrence, triton.next_power_of_2
-    sizes = (layout.H, layout.G, layout.V, layout.K, layout.R, pad(layout.K), pad(layout.W))
+def dims(layout: Layout, BLOCK_K: int) -> Dims:
+    """The compile-time half of a layout, with the width of a launch's chunks of K."""
+    row = layout.recurrence
+    sizes = (layout.H, layout.G, layout.V, layout.K, layout.R, BLOCK_K, triton.next_power_of_2(layout.W))
     parts = (row.delta, row.per_channel, row.stores_g, row.normalize, row.beta, row.decay)
     return Dims(*(tl.constexpr(x) for x in (*sizes, *parts, row.lower_bound, row.q_scale(layout.K), L2_EPS)))
 

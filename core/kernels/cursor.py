@@ -20,7 +20,7 @@ BLOCK = 128
 
 @triton.jit
 def _plan_kernel(slots, t, force, cu_seqlens, plan, cursors, B, T: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_b = tl.arange(0, BLOCK)  # one program: the order of rows is a sum over all of them
     m_b = i_b < B
     slot = tl.load(slots + i_b, mask=m_b, other=-1).to(tl.int64)
     live = slot >= 0
@@ -51,6 +51,10 @@ def _plan_kernel(slots, t, force, cu_seqlens, plan, cursors, B, T: tl.constexpr,
     tl.store(p + 6, first, mask=m_b)
     tl.store(p + 7, rows, mask=m_b)
     tl.store(p + 8, ticket, mask=m_b)
+    before = tl.cumsum(flush, 0)
+    flushing = tl.sum(flush, 0)
+    rank = tl.where(flush > 0, before - 1, flushing + i_b - before)
+    tl.store(plan + rank * WIDTH + 9, i_b, mask=m_b)
     tl.store(cursors.pending + slot, ticket, mask=live)
 
 
@@ -96,8 +100,11 @@ def plan(
 ) -> None:
     """Write a plan row per batch row into ``out`` [B, len(PLAN)] and mark the slots pending."""
     B = slots.shape[0]
+    block = triton.next_power_of_2(B)
     with on_device(slots):
-        _plan_kernel[(triton.cdiv(B, BLOCK),)](slots, t, force, cu_seqlens, out, cursors, B, T=T, W=W, R=R, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)
+        _plan_kernel[(1,)](
+            slots, t, force, cu_seqlens, out, cursors, B, T=T, W=W, R=R, WIDTH=PLAN_WIDTH, BLOCK=block, num_warps=min(16, max(1, block // 128))
+        )  # fmt: skip
 
 
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:

@@ -15,9 +15,8 @@ from .recurrence import at, fold
 
 
 @triton.jit
-def _materialize_kernel(source, from_slots, pool, cursors, n, target, to_slots, A, d, B, BLOCK_V: tl.constexpr, FOLD: tl.constexpr):
+def _materialize_kernel(source, from_slots, pool, cursors, n, target, to_slots, A, d, B, FOLD: tl.constexpr, BLOCK_V: tl.constexpr):
     NV: tl.constexpr = d.V // BLOCK_V
-    i_v = tl.program_id(0) % NV
     i_h = tl.program_id(0) // NV % d.H
     i_b = tl.program_id(0) // NV // d.H % B
     layer = tl.program_id(0) // NV // d.H // B
@@ -25,10 +24,8 @@ def _materialize_kernel(source, from_slots, pool, cursors, n, target, to_slots, 
     if (slot < 0) | (to < 0):
         return
 
-    o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    o_k = tl.arange(0, d.K_PAD)
-    m_k = o_k < d.K
-    s = load_state(at(source, layer, slot, i_h), o_v, o_k, m_k, d.K)
+    o_v = tl.program_id(0) % NV * BLOCK_V + tl.arange(0, BLOCK_V)
+    s = load_state(at(source, layer, slot, i_h), o_v, d)
     if FOLD:
         records = tl.load(cursors.count + slot)
         if n is not None:
@@ -36,8 +33,8 @@ def _materialize_kernel(source, from_slots, pool, cursors, n, target, to_slots, 
         A_layer = A
         if A is not None:
             A_layer = A + layer * d.H
-        s = fold(s, pool, A_layer, d, layer, slot, i_h, tl.load(cursors.start + slot), records, o_v, o_k, m_k)
-    store_state(at(target, layer, to, i_h), o_v, o_k, m_k, s, d.K)
+        s = fold(s, pool, A_layer, d, layer, slot, i_h, tl.load(cursors.start + slot), records, o_v)
+    store_state(at(target, layer, to, i_h), o_v, s, d)
 
 
 def materialize(
@@ -69,9 +66,9 @@ def materialize(
             rows(target),
             to_slots,
             A,
-            dims(layout),
+            dims(layout, launch.BLOCK_K),
             B,
-            BLOCK_V=launch.BLOCK_V,
             FOLD=pool is not None,
+            BLOCK_V=launch.BLOCK_V,
             num_warps=launch.warps,
         )

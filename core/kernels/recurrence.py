@@ -1,4 +1,8 @@
-"""Device helpers of the recurrence: gates, norms, one token's update, the fold. Each quotes the formula it computes."""
+"""Device helpers of the recurrence: gates, norms, records, the fold. Each quotes the formula it computes.
+
+A row of K (q, k, a per-channel g) is a tuple of fp32 chunks [BK], and a tile of a state a tuple of [BV, BK]: sums over K are
+taken chunk by chunk in registers and across threads once, and no size of K is padded.
+"""
 
 import triton
 import triton.language as tl
@@ -28,9 +32,81 @@ def wrap(row, R: tl.constexpr):
 
 
 @triton.jit
+def load_stored(p, live, d):
+    """A contiguous row of K as chunks of its stored dtype; zeros unless live."""
+    x = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        x += (tl.load(p + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K), mask=live, other=0.0),)
+    return x
+
+
+@triton.jit
+def widened(x, d):
+    """A row of K in fp32."""
+    y = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y += (x[i_k].to(tl.float32),)
+    return y
+
+
+@triton.jit
+def load_chunks(p, live, d):
+    """A contiguous row of K as fp32 chunks; zeros unless live."""
+    return widened(load_stored(p, live, d), d)
+
+
+@triton.jit
+def store_chunks(p, x, d):
+    """A row of K, rounded to what p points to."""
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        tl.store(p + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K), x[i_k].to(p.dtype.element_ty))
+
+
+@triton.jit
+def dot(x, y, d):
+    """x^T y of two rows of K."""
+    total = x[0] * y[0]
+    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
+        total += x[i_k] * y[i_k]
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def scaled(x, r, d):
+    """x * r, r a scalar."""
+    y = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y += (x[i_k] * r,)
+    return y
+
+
+@triton.jit
+def decayed(x, g, d):
+    """x * exp(g), g per channel or per head."""
+    y = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y += (x[i_k] * (tl.exp(g[i_k]) if d.PER_CHANNEL else tl.exp(g)),)
+    return y
+
+
+@triton.jit
+def inverse_norm(x, d):
+    """1 / sqrt(|x|^2 + eps) where the family normalises, else 1."""
+    r = 1.0
+    if d.NORMALIZE:
+        r = tl.rsqrt(dot(x, x, d) + d.EPS)
+    return r
+
+
+@triton.jit
 def softplus(x):
-    """log(1 + exp(x)), x above 20."""
-    return tl.where(x > LINEAR_ABOVE, x, tl.log(1.0 + tl.exp(tl.minimum(x, LINEAR_ABOVE))))
+    """log(1 + exp(x)) = max(x, 0) + log(1 + y), y = exp(-|x|), as 2 atanh(y / (2 + y)); x above 20."""
+    y = tl.exp(-tl.abs(x))
+    s = y / (2.0 + y)  # 1 + y would round a small beta's digits away: 5e-5 of it at softplus(x) = 1e-3
+    series = s * 0.0
+    for i in tl.static_range(8):
+        series = series * s * s + 1.0 / (15 - 2 * i)
+    return tl.where(x > LINEAR_ABOVE, x, tl.maximum(x, 0.0) + 2.0 * s * series)
 
 
 @triton.jit
@@ -49,70 +125,99 @@ def load_beta(x, w, d, n, i_h, live):
 
 
 @triton.jit
-def load_g(x, w, d, n, i_h, o_k, m_k, live, beta):
-    """g of token n: [BK] per channel, else a scalar. A beta, A softplus(a + dt_bias), lower_bound sigmoid(-A (a + dt_bias)) or a."""
+def gate(a, w, d, i_h, o_g):
+    """g of raw inputs a: A softplus(a + dt_bias), lower_bound sigmoid(-A (a + dt_bias)) or a itself; o_g: offsets in dt_bias."""
+    if d.DECAY != "ready":
+        if w.dt_bias is not None:
+            a += tl.load(w.dt_bias + o_g).to(tl.float32)
+        A = tl.load(w.A + i_h).to(tl.float32)
+        if d.DECAY == "softplus":
+            a = A * softplus(a)
+        else:
+            a = d.LOWER_BOUND * tl.sigmoid(-A * a)
+    return a
+
+
+@triton.jit
+def load_g(x, w, d, n, i_h, live, beta):
+    """g of token n: A beta, or the gate of its input; chunks of K per channel, else a scalar."""
     if d.DECAY == "derived":
         return tl.load(w.A + i_h).to(tl.float32) * beta
+    elif d.PER_CHANNEL:
+        a = load_chunks(token(x.a, n, i_h), live, d)
+        g = ()
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            g += (gate(a[i_k], w, d, i_h, i_h * d.K + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)),)
+        return g
     else:
-        if d.PER_CHANNEL:
-            a = tl.load(token(x.a, n, i_h) + o_k, mask=m_k, other=0.0).to(tl.float32)
-            if w.dt_bias is not None:
-                a += tl.load(w.dt_bias + i_h * d.K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        else:
-            a = tl.load(token(x.a, n, i_h), mask=live, other=0.0).to(tl.float32)
-            if w.dt_bias is not None:
-                a += tl.load(w.dt_bias + i_h).to(tl.float32)
-        if d.DECAY == "softplus":
-            a = tl.load(w.A + i_h).to(tl.float32) * softplus(a)
-        if d.DECAY == "safe":
-            a = d.LOWER_BOUND * tl.sigmoid(-tl.load(w.A + i_h).to(tl.float32) * a)
-        return a
+        return gate(tl.load(token(x.a, n, i_h), mask=live, other=0.0).to(tl.float32), w, d, i_h, i_h)
 
 
 @triton.jit
-def inverse_norm(x, d):
-    """1 / sqrt(|x|^2 + eps) where the family normalises, else 1."""
-    r = 1.0
-    if d.NORMALIZE:
-        r = tl.rsqrt(tl.sum(x * x, 0) + d.EPS)
-    return r
+def load_ring(ring, d, layer, slot, i_h, start, n, o_v):
+    """The n records' rows of v or u from ring row `start` on: a tile [BV, W], zeros beyond."""
+    o_j = tl.arange(0, d.W_PAD)
+    p = at(ring, layer, slot, i_h) + wrap(start + o_j, d.R)[None, :] * ring.row + o_v[:, None]
+    return tl.load(p, mask=(o_j < n)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def decayed(s, g, d):
-    """s * exp(g): s [BV, BK], g [BK] or scalar."""
+def load_scalars(ring, d, layer, slot, i_h, start, n):
+    """The n records' scalars (beta, g, 1/|k|) from ring row `start` on: [W], zeros beyond."""
+    o_j = tl.arange(0, d.W_PAD)
+    return tl.load(at(ring, layer, slot, i_h) + wrap(start + o_j, d.R) * ring.row, mask=o_j < n, other=0.0)
+
+
+@triton.jit
+def record(pool, A, d, layer, slot, i_h, row, live, o_v):
+    """What came in with a ring row's token, as stored: k, v [BV], beta and g (its factor A where derived); zeros unless live."""
+    k = load_stored(at(pool.k, layer, slot, i_h // (d.H // d.G)) + row * pool.k.row, live, d)
+    v = tl.load(at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v, mask=live, other=0.0)
+    beta = 1.0
+    if d.BETA != "one":
+        beta = tl.load(at(pool.beta, layer, slot, i_h) + row * pool.beta.row, mask=live, other=0.0)
     if d.PER_CHANNEL:
-        return s * tl.exp(g)[None, :]
+        g = load_stored(at(pool.g, layer, slot, i_h) + row * pool.g.row, live, d)
+    elif d.STORES_G:
+        g = tl.load(at(pool.g, layer, slot, i_h) + row * pool.g.row, mask=live, other=0.0)
     else:
-        return s * tl.exp(g)
+        g = tl.load(A + i_h)
+    return k, v, beta, g
 
 
 @triton.jit
-def fold(s, pool, A, d, layer, slot, i_h, start, n, o_v, o_k, m_k):
-    """The state tile [BV, K_PAD] after n raw records from ring row `start` on, one token of the recurrence at a time.
+def fold(s, pool, A, d, layer, slot, i_h, start, n, o_v):
+    """A state tile after n raw records from ring row `start` on, one token of the recurrence at a time.
 
     s' = s exp(g);  u = beta (v - [DELTA] s' k);  s = s' + u k^T
     """
-    i_g = i_h // (d.H // d.G)
-    row = start
-    for _ in range(n):
-        k = tl.load(at(pool.k, layer, slot, i_g) + row * pool.k.row + o_k, mask=m_k, other=0.0).to(tl.float32)
-        u = tl.load(at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v).to(tl.float32)
-        k *= inverse_norm(k, d)
-        beta = 1.0
-        if d.BETA != "one":
-            beta = tl.load(at(pool.beta, layer, slot, i_h) + row * pool.beta.row)
-        if d.STORES_G:
-            p_g = at(pool.g, layer, slot, i_h) + row * pool.g.row
-            if d.PER_CHANNEL:
-                g = tl.load(p_g + o_k, mask=m_k, other=0.0)
-            else:
-                g = tl.load(p_g)
-        else:
-            g = tl.load(A + i_h) * beta
-        s = decayed(s, g, d)
+    k_next, v_next, beta_next, g_next = record(pool, A, d, layer, slot, i_h, start, n > 0, o_v)
+    for i in range(n):
+        k, u, beta, g = widened(k_next, d), v_next.to(tl.float32), beta_next, g_next
+        # The next record is under way, untouched, while this one is folded: a flush waits for this chain of tokens.
+        row = wrap(start + i + 1, d.R)
+        k_next, v_next, beta_next, g_next = record(pool, A, d, layer, slot, i_h, row, i + 1 < n, o_v)
+        k = scaled(k, inverse_norm(k, d), d)
+        s = decayed(s, g if d.STORES_G else g * beta, d)
         if d.DELTA:
-            u -= tl.sum(s * k[None, :], 1)
-        s += (beta * u)[:, None] * k[None, :]
-        row = wrap(row + 1, d.R)
+            u -= readout(s, k, d)
+        s = updated(s, beta * u, k, d)
     return s
+
+
+@triton.jit
+def updated(s, u, k, d):
+    """s + u k^T of a state tile."""
+    after = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        after += (s[i_k] + u[:, None] * k[i_k][None, :],)
+    return after
+
+
+@triton.jit
+def readout(s, x, d):
+    """s x of a state tile and a row of K: [BV]."""
+    total = s[0] * x[0][None, :]
+    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
+        total += s[i_k] * x[i_k][None, :]
+    return tl.sum(total, 1)

@@ -1,0 +1,16 @@
+.PHONY: demo test lint gpu
+
+demo: .venv/stamp
+	.venv/bin/replayssm run --model qwen3.5 --model nemotron-h --model kimi-linear
+
+test: .venv/stamp
+	ci/cpu
+
+lint: .venv/stamp
+	ci/lint
+
+gpu:
+	ci/gpu
+
+.venv/stamp: pyproject.toml setup.py ci/constraints.txt ci/environment
+	ci/environment

@@ -1,0 +1,82 @@
+"""Commands and their options; what they do is compare.py, how it looks is report.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import report
+
+app = typer.Typer(
+    help="Decode recurrent layers from a checkpoint and a ring of recent inputs.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def run(
+    model: Annotated[
+        list[str], typer.Option(help="A preset or the folder of a Hugging Face checkpoint; may be repeated.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; default: the opening of Pride and Prejudice.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, each row.")] = 256,
+    batch: Annotated[int, typer.Option(help="Rows: beginnings of the prompt of different lengths.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no tables.")] = False,
+) -> None:
+    """Generate greedily with a model's own decoding and with ReplaySSM, and compare tokens, logits, bytes and time.
+
+    Exit code 0: identical tokens. 1: tokens differ. 2: bad input.
+    """
+    compare = _compare()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    try:
+        jobs = [compare.prepare(name, prompt, window, max_new_tokens, batch, device, dtype) for name in model]
+    except (ValueError, NotImplementedError, OSError) as error:
+        _refuse(error)
+    results = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for job in jobs:
+            task = progress.add_task(job.name, total=2 * max_new_tokens)
+            results.append(compare.compare(job, advance=partial(progress.advance, task)))
+            progress.update(task, completed=2 * max_new_tokens)
+    identical = all(result.identical for result in results)
+    if as_json:
+        print(json.dumps({"identical": identical, "models": [asdict(result) for result in results]}, indent=2))
+    else:
+        report.results(results)
+    raise typer.Exit(0 if identical else 1)
+
+
+@app.command()
+def presets() -> None:
+    """List the small random-weight models that ``run`` can build without a download."""
+    report.presets(_compare().PRESETS.values())
+
+
+def _compare():
+    try:
+        from . import compare
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("transformers", "tokenizers"):
+            raise
+        _refuse(f"{missing.name} is not installed; pip install 'replayssm[cli,transformers]'")
+    return compare
+
+
+def _refuse(error: object) -> NoReturn:
+    print(f"replayssm: {' '.join(str(error).split())}", file=sys.stderr)
+    raise typer.Exit(2)

@@ -1,0 +1,71 @@
+"""Results and presets as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..integrations.transformers.presets import Preset
+    from .compare import Result
+
+
+def results(every: list[Result]) -> None:
+    """Print each model's text and comparison, then one line over all."""
+    console = Console(highlight=False)
+    for result in every:
+        _result(console, result)
+    if any(result.device == "cpu" for result in every):
+        console.print(
+            "On a CPU ReplaySSM runs in plain torch: bytes are the same as on a GPU, times say nothing about one."
+        )
+    tokens = sum(result.new_tokens * len(result.text) for result in every)
+    same = sum(result.identical for result in every)
+    console.print(
+        f"{tokens} tokens generated; {same} of {len(every)} models: tokens identical with and without ReplaySSM"
+    )
+
+
+def _result(console: Console, result: Result) -> None:
+    console.rule(f"{result.model}: {result.layers} {result.family} layers, {result.device}, {result.dtype}")
+    for row, text in enumerate(result.text):
+        console.print(f"row {row}, after {result.prompt_tokens[row]} tokens of prompt:", style="bold")
+        console.print(text, markup=False, soft_wrap=True)
+    table = Table(title_justify="left")
+    table.add_column("state, one request, all layers")
+    for title in ("transformers", "ReplaySSM", "ratio"):
+        table.add_column(title, justify="right")
+    stock, replay = result.stock, result.replay
+    rows = (
+        ("bytes read per token", stock.read, replay.read, ",.0f"),
+        ("bytes written per token", stock.written, replay.written, ",.0f"),
+        ("bytes read and written", stock.read + stock.written, replay.read + replay.written, ",.0f"),
+        ("bytes held", stock.memory, replay.memory, ",.0f"),
+        ("ms per step of the batch", stock.milliseconds, replay.milliseconds, ".2f"),
+    )
+    for title, theirs, ours, form in rows:
+        table.add_row(title, f"{theirs:{form}}", f"{ours:{form}}", f"{ours / theirs:.2f}" if theirs else "-")
+    console.print(table)
+    flushes = sorted(set(result.flushes))
+    console.print(f"window {result.window}; flushes per request and layer: {', '.join(map(str, flushes))}")
+    if result.identical:
+        console.print(f"tokens: identical, {len(result.text)} x {result.new_tokens}", style="green")
+    else:
+        row, position = result.first_difference or (0, 0)
+        console.print(f"tokens: different from token {position} of row {row} on", style="red")
+    row, position = result.logit_difference_at
+    console.print(
+        f"logits: differ most at token {position} of row {row}, by {result.logit_difference:.1e}\n"
+        f"smallest top-1 margin: {result.smallest_margin:.1e}\n"
+    )
+
+
+def presets(every: Iterable[Preset]) -> None:
+    """Print the presets, one a line."""
+    table = Table("preset", "class", "what it is", box=None, pad_edge=False)
+    for preset in every:
+        table.add_row(preset.name, preset.model, preset.about)
+    Console(highlight=False).print(table)

@@ -1,0 +1,1 @@
+"""Engines that decode with ReplaySSM: one package each, which translates names, indices and configuration."""

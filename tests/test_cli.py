@@ -1,0 +1,183 @@
+"""The command, as a user starts it: exit codes, tables, JSON, and one line for what cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+import torch
+from typer.testing import CliRunner
+
+from replayssm.cli import compare
+from replayssm.cli.app import app
+from replayssm.integrations.transformers import presets
+
+START = "from replayssm.cli import main; main()"
+
+
+def replayssm(*args: str, prefix: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", prefix + START, *args], capture_output=True, text=True, timeout=240)
+
+
+def refused(*args: str) -> str:
+    """The one line that a bad call prints, in this process."""
+    outcome = CliRunner().invoke(app, list(args))
+    assert outcome.exit_code == 2, outcome.output
+    assert outcome.stdout == ""
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("replayssm: ")
+    return line
+
+
+def test_run_prints_text_and_table():
+    done = replayssm(
+        "run", "--model", "mamba2", "--model", "qwen3.5", "--prompt", presets.book()[:90], "--max-new-tokens", "40"
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "mamba2: 3 mamba2 layers, cpu, fp32", "row 0, after 90 tokens",
+        "bytes read per token", "bytes written per token", "bytes held", "ms per step",
+        "window 16; flushes per request and layer: 2", "tokens: identical, 1 x 40",
+        "logits: differ most at token", "smallest top-1 margin:",
+        "80 tokens generated; 2 of 2 models: tokens identical",
+    ):  # fmt: skip
+        assert words in done.stdout, words
+
+
+def test_json_has_every_number():
+    done = replayssm("run", "--model", "kimi-linear", "--batch", "3", "--window", "5", "--prompt", presets.book()[:90],
+                     "--max-new-tokens", "30", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    (model,) = answer["models"]
+    assert answer["identical"] is model["identical"] is True
+    assert model["prompt_tokens"] == [90, 60, 30]
+    assert model["new_tokens"] == 30 and len(model["text"]) == 3
+    # 29 decode steps: five records, then a fold before each five more.
+    assert model["flushes"] == [5] * 3
+    assert model["family"] == "kda" and model["layers"] == 3 and model["window"] == 5
+    # H = 2, V = K = 64 in fp32, three layers.
+    assert model["stock"]["read"] == model["stock"]["written"] == model["stock"]["memory"] == 3 * 2 * 64 * 64 * 4
+    # k, v, u, g and its sum per channel, beta, 1 / |k|; and a fifth of a checkpoint.
+    record = 2 * (5 * 64 + 2) * 4
+    assert model["replay"]["written"] == pytest.approx(3 * (record + 2 * 64 * 64 * 4 / 5))
+    assert 0 < model["logit_difference"] < model["smallest_margin"]
+    assert model["first_difference"] is None
+    assert all(model[way]["milliseconds"] > 0 for way in ("stock", "replay"))
+
+
+def test_a_checkpoint_folder(tmp_path):
+    """The folder's own weights run: they are another seed's than the preset's."""
+    model, tokenizer = presets.build("qwen3.5")
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    args = ("--prompt", presets.book()[:90], "--max-new-tokens", "12", "--batch", "2", "--json")
+    done = replayssm("run", "--model", str(tmp_path), "--model", "qwen3.5", *args)
+    assert done.returncode == 0, done.stderr
+    folder, preset = json.loads(done.stdout)["models"]
+    assert folder["identical"] and folder["text"] != preset["text"]
+
+
+def test_exit_code_1_where_tokens_differ():
+    """A ReplaySSM that mixes up its heads is found out."""
+    wrong = (
+        "from replayssm.integrations.transformers.cache import Replay; step = Replay.step\n"
+        "Replay.step = lambda self, layer, **inputs: step(self, layer, **inputs).flip(1)\n"
+    )
+    done = replayssm(
+        "run", "--model", "mamba2", "--prompt", presets.book()[:90], "--max-new-tokens", "30", prefix=wrong
+    )
+    assert done.returncode == 1, done.stderr
+    assert "tokens: different from token" in done.stdout and "0 of 1 models" in done.stdout
+
+
+def test_differences_stop_at_a_rows_first_different_token():
+    def run(tokens, logits):
+        return compare._Run(torch.tensor(tokens), list(torch.tensor(logits).transpose(0, 1)), 0.0)
+
+    off = float("-inf")
+    stock = run([[0, 0, 0], [1, 1, 0]], [[[3.0, 1, off]] * 3, [[1.0, 3, off], [1, 3, off], [5, 1, off]]])
+    ours = run(
+        [[0, 0, 0], [1, 0, 0]], [[[3.0, 1, off], [3, 1.5, off], [3, 1, off]], [[1.0, 3, off], [4, 3, off], [9, 9, off]]]
+    )
+    assert compare._differences(stock, ours) == ((1, 1), 3.0, (1, 1), 2.0)
+    assert compare._differences(stock, stock) == (None, 0.0, (0, 0), 2.0)
+
+
+def test_presets_are_listed():
+    done = CliRunner().invoke(app, ["presets"])
+    assert done.exit_code == 0
+    for name, preset in presets.PRESETS.items():
+        assert name in done.output and preset.model in done.output
+
+
+def test_book_is_ascii_prose():
+    text = presets.book()
+    assert text.isascii() and 1500 < len(text) < 5000
+    assert [len(piece) for piece in presets.pieces(text, 4)] == sorted(
+        {len(text) * n // 4 for n in (1, 2, 3, 4)}, reverse=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--model", "gpt-2"],
+            "model: expected a preset (qwen3.5, qwen3-next, nemotron-h, mamba2, kimi-linear, glm5-next)",
+        ),
+        (["--model", "/nonexistent"], "model: expected a preset"),
+        (["--window", "0"], "window: expected an integer >= 1, got 0"),
+        (["--batch", "0"], "batch: expected >= 1, got 0"),
+        (["--max-new-tokens", "0"], "max-new-tokens: expected >= 1, got 0"),
+        (["--dtype", "fp4"], "dtype: expected one of fp32, bf16, fp16, got 'fp4'"),
+        (["--device", "cuda:99"], "device: expected a device of this machine, which has"),
+        (["--device", "abacus"], "device: expected cpu, cuda or cuda:N, got 'abacus'"),
+        (["--device", "meta"], "device: expected cpu, cuda or cuda:N, got 'meta'"),
+        (["--prompt", ""], "prompt: expected text"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(args, message):
+    model = [] if args[0] == "--model" else ["--model", "mamba2"]
+    assert message in refused("run", *model, *args)
+
+
+def test_folders_that_cannot_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "replayssm: " in refused("run", "--model", str(tmp_path))
+    import transformers as hf
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=presets.VOCAB, **small)).save_pretrained(tmp_path)
+    presets.tokenizer().save_pretrained(tmp_path)
+    assert "LlamaForCausalLM has no recurrent layer" in refused("run", "--model", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["FutureForCausalLM"]}')
+    assert "FutureForCausalLM" in refused("run", "--model", str(tmp_path))
+
+
+def test_a_bad_second_model_is_refused_before_the_first_runs(monkeypatch):
+    monkeypatch.setattr(compare, "compare", lambda *args, **kwargs: pytest.fail("ran"))
+    assert "got 'nothing'" in refused("run", "--model", "mamba2", "--model", "nothing")
+
+
+def test_extras_that_are_missing():
+    done = replayssm("presets", prefix="import sys; sys.modules['typer'] = None\n")
+    assert done.returncode == 2
+    assert done.stderr == "replayssm: typer is not installed; pip install 'replayssm[cli,transformers]'\n"
+    done = replayssm("presets", prefix="import sys; sys.modules['transformers'] = None\n")
+    assert done.returncode == 2
+    assert done.stderr == "replayssm: transformers is not installed; pip install 'replayssm[cli,transformers]'\n"
+
+
+def test_help_names_the_commands():
+    done = CliRunner().invoke(app, ["--help"])
+    assert done.exit_code == 0 and "run" in done.output and "presets" in done.output

@@ -61,7 +61,9 @@ def cycle(state: ReplayState, x, w):
     return work
 
 
-def measure(name: str, B: int, ceiling: float, record: launch.Launch | None = None, layers: int = MODEL_LAYERS, **options) -> dict:
+def measure(
+    name: str, B: int, ceiling: float, record: launch.Launch | None = None, layers: int = MODEL_LAYERS, **options
+) -> dict:
     """One row: microseconds per layer and step, its byte floor and the share reached."""
     layout = Layout(**LAYERS[name], **options)
     chosen = launch.decode
@@ -73,13 +75,25 @@ def measure(name: str, B: int, ceiling: float, record: launch.Launch | None = No
     finally:
         launch.decode = chosen
     steps = layout.W * state.layers
-    bytes_ = B * layout.step_bytes().replay
+    model = layout.step_bytes()
+    bytes_ = B * (model.replay.total + model.io.total)
     floor = bytes_ / ceiling * 1e6
     return {
-        "family": layout.recurrence.name, "layer": name, "batch": B, "T": 1, "W": layout.W, "state": layout.state, "read": None,
-        "u": str(layout.u).removeprefix("torch."), "us": us / steps, "spread_us": spread / steps, "floor_us": floor, "bytes": bytes_,
-        "share": floor / (us / steps), "launch": str(record or launch.decode(layout, B)),
-    }  # fmt: skip
+        "family": layout.recurrence.name,
+        "layer": name,
+        "batch": B,
+        "T": 1,
+        "W": layout.W,
+        "state": layout.state,
+        "read": None,
+        "u": str(layout.u).removeprefix("torch."),
+        "us": us / steps,
+        "spread_us": spread / steps,
+        "floor_us": floor,
+        "bytes": bytes_,
+        "share": floor / (us / steps),
+        "launch": str(record or launch.decode(layout, B)),
+    }
 
 
 def main() -> None:
@@ -101,7 +115,8 @@ def main() -> None:
                 print(f"{name} {B} {record}: {type(error).__name__}: {error}", flush=True)
                 continue
             rows.append(row)
-            print(f"{name:28s} B {B:4d} u {u:9s} {row['us']:8.1f} us  floor {row['floor_us']:7.1f}  share {row['share']:.2f}  {row['launch']}", flush=True)
+            figures = f"{row['us']:8.1f} us  floor {row['floor_us']:7.1f}  share {row['share']:.2f}"
+            print(f"{name:28s} B {B:4d} u {u:9s} {figures}  {row['launch']}", flush=True)
     if args.out:
         with open(args.out, "w") as file:
             json.dump({"header": head, "rows": rows}, file, indent=1)

@@ -47,14 +47,18 @@ def read_ceiling(gigabytes: float = 4.0) -> float:
     for block, loops in ((2048, 8), (4096, 8), (4096, 16)):
         programs = triton.cdiv(x.numel(), block * loops)
         out = torch.empty(programs, device="cuda")
-        us, _ = graph_us(lambda b=block, n=loops, p=programs, o=out: _read_kernel[(p,)](x, o, x.numel(), BLOCK=b, LOOPS=n, num_warps=8))
+        us, _ = graph_us(
+            lambda b=block, n=loops, p=programs, o=out: _read_kernel[(p,)](x, o, x.numel(), BLOCK=b, LOOPS=n, num_warps=8)
+        )
         best = max(best, x.numel() * 4 / us * 1e6)
     return best
 
 
 def header() -> dict[str, str | float]:
     """Device, software and read ceiling of this run."""
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout
     return {
         "device": torch.cuda.get_device_name(),
         "date": date.today().isoformat(),

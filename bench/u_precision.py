@@ -22,7 +22,9 @@ STEPS = 4000
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def drift(case, u: torch.dtype, strong: bool, steps: int = STEPS, seed: int = 0, device: str = "cpu", backend: str | None = None) -> dict[str, float]:
+def drift(
+    case, u: torch.dtype, strong: bool, steps: int = STEPS, seed: int = 0, device: str = "cpu", backend: str | None = None
+) -> dict[str, float]:
     """Errors against fp64 after `steps` tokens: of the checkpointed state, of outputs, and of the conventional recurrence.
 
     `strong`: 6 % of tokens have g = -20 and 1 % g = -inf (through ready gates), else ordinary gates.
@@ -61,7 +63,9 @@ def drift(case, u: torch.dtype, strong: bool, steps: int = STEPS, seed: int = 0,
 def ready(case):
     """The case with gates computed by the caller, so that a test may choose them."""
     row = case.recurrence
-    return dataclasses.replace(case, recurrence=dataclasses.replace(row, beta="ready" if row.beta != "one" else "one", decay="ready"))
+    return dataclasses.replace(
+        case, recurrence=dataclasses.replace(row, beta="ready" if row.beta != "one" else "one", decay="ready")
+    )
 
 
 def main() -> None:

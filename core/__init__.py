@@ -9,6 +9,19 @@ from .state import Export, Plan, ReplayState
 __version__ = "0.1.0"
 
 __all__ = [
-    "GDN", "GLA", "KDA", "KDA_SAFE", "MAMBA2", "PLAN", "Buffers", "Conv", "Export", "Layout", "Plan", "Recurrence",
-    "ReplayState", "recurrence", "schedule",
+    "GDN",
+    "GLA",
+    "KDA",
+    "KDA_SAFE",
+    "MAMBA2",
+    "PLAN",
+    "Buffers",
+    "Conv",
+    "Export",
+    "Layout",
+    "Plan",
+    "Recurrence",
+    "ReplayState",
+    "recurrence",
+    "schedule",
 ]

@@ -28,7 +28,7 @@ class Cursors(NamedTuple):
     """Device tensors [S] of every slot's cursor; int32, key int64. Owned by ReplayState, moved by plan and commit alone."""
 
     start: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # the contract's name; tuple.count is not wanted here
     pending: Tensor
     flushes: Tensor
     key: Tensor
@@ -36,8 +36,8 @@ class Cursors(NamedTuple):
 
 def allocate(slots: int, device: torch.device | str) -> Cursors:
     """Zeroed cursors for that many slots."""
-    ints = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(4))
-    return Cursors(*ints, key=torch.zeros(slots, dtype=torch.int64, device=device))
+    dtypes = (torch.int32,) * 4 + (torch.int64,)
+    return Cursors(*(torch.zeros(slots, dtype=dtype, device=device) for dtype in dtypes))
 
 
 def flush_rule(force, count, t, W):

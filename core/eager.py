@@ -33,7 +33,15 @@ def scatter(target: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def plan(
-    slots: Tensor, t: Tensor | None, force: Tensor | None, cu_seqlens: Tensor | None, cursors: Cursors, out: Tensor, T: int, W: int, R: int
+    slots: Tensor,
+    t: Tensor | None,
+    force: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cursors: Cursors,
+    out: Tensor,
+    T: int,
+    W: int,
+    R: int,
 ) -> None:
     """As kernels.cursor.plan."""
     B = slots.shape[0]
@@ -57,7 +65,12 @@ def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> N
     slot = torch.where(pending, slot, -1)
     start, count = committed(start, count, flush, t if accepted is None else accepted, R)
     flushes = cursors.flushes[slot.long().clamp(min=0)] + flush
-    for cursor, value in ((cursors.start, start), (cursors.count, count), (cursors.flushes, flushes), (cursors.pending, ticket + 1)):
+    for cursor, value in (
+        (cursors.start, start),
+        (cursors.count, count),
+        (cursors.flushes, flushes),
+        (cursors.pending, ticket + 1),
+    ):
         scatter(cursor, slot, value)
 
 
@@ -131,14 +144,18 @@ def step(
         u_j = records(ring.v) if ring.beta is None else records(ring.v) * records(ring.beta)[..., None]
     if row.stores_g:
         gsum_j = records(ring.gsum)
-        newest = torch.where((count > 0)[:, None, None], ring.gsum[slot, :, append_row(start, count.clamp(min=1) - 1, layout.R)], 0.0)
+        newest = torch.where(
+            (count > 0)[:, None, None], ring.gsum[slot, :, append_row(start, count.clamp(min=1) - 1, layout.R)], 0.0
+        )
     else:
         g_j = (A * records(ring.beta))[..., None]
 
     for i in range(T if q.shape[0] else 0):
         n, on = (first + i).clamp(max=q.shape[0] - 1), i < t
-        token = {name: x if x is None else torch.where(on.view(-1, *[1] * (x.dim() - 1)), x[n], 0) for name, x in
-                 {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}.items()}
+        token = {
+            name: x if x is None else torch.where(on.view(-1, *[1] * (x.dim() - 1)), x[n], 0)
+            for name, x in {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}.items()
+        }
         x_v = token["v"].float()
         beta, g = gates(row, token["b"], token["a"], A, dt_bias, x_v)
         q_t = (unit(row, token["q"].float()) * row.q_scale(layout.K)).repeat_interleave(heads, 1)
@@ -150,13 +167,8 @@ def step(
             g_j = torch.cat([g_j, g[:, None]], 1)
             E = torch.exp(g_j.flip(1).cumsum(1).flip(1))  # E[:, j] decays from before record j on
             E_j, E_0 = E[:, 1:], E[:, 0]
-
-        def readout(x: Tensor) -> Tensor:
-            weight = torch.einsum("bjhk,bhk->bjh", k_j * E_j, x)
-            return torch.einsum("bhvk,bhk->bhv", state, E_0 * x) + torch.einsum("bjh,bjhv->bhv", weight, u_j)
-
-        u = beta[..., None] * (x_v - readout(k_t) if row.delta else x_v)
-        o = readout(q_t) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
+        u = beta[..., None] * (x_v - _readout(k_t, state, E_0, k_j * E_j, u_j) if row.delta else x_v)
+        o = _readout(q_t, state, E_0, k_j * E_j, u_j) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
         scatter(out, torch.where(on, first + i, -1), epilogue(o, x_v, D, token["z"]))
 
         finite = torch.finfo(layout.u).max  # saturate: a helper's overflow must not become an infinity
@@ -172,13 +184,23 @@ def step(
             gsum_j = torch.cat([gsum_j, newest[:, None]], 1)
 
 
+def _readout(x: Tensor, state: Tensor, E_0: Tensor, k_j: Tensor, u_j: Tensor) -> Tensor:
+    """P(x) = S0 (E(0,t) * x) + sum_j u_j (k_j^T x), the k_j decayed to t: [B, H, V] of x [B, H, K]."""
+    weight = torch.einsum("bjhk,bhk->bjh", k_j, x)
+    return torch.einsum("bhvk,bhk->bhv", state, E_0 * x) + torch.einsum("bjh,bjhv->bhv", weight, u_j)
+
+
 def _scatter_rows(target: Tensor, slots: Tensor, rows: Tensor, values: Tensor) -> None:
     """target[slots[i], :, rows[i]] = values[i], rows with a negative slot left alone."""
     if slots.shape[0] == 0:
         return
     index, live = _live(slots)
     at = rows[live]
-    kept = torch.where((slots >= 0).any(), values[live].to(target.dtype).reshape(-1, *target.shape[1:2], *target.shape[3:]), target[index, :, at])
+    kept = torch.where(
+        (slots >= 0).any(),
+        values[live].to(target.dtype).reshape(-1, *target.shape[1:2], *target.shape[3:]),
+        target[index, :, at],
+    )
     target.transpose(1, 2)[index, at] = kept
 
 
@@ -205,7 +227,18 @@ def materialize(
         scatter(target[layer], to, state)
 
 
-def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, out: Tensor, R: int, T: int, silu: bool) -> None:
+def conv(
+    plan: Tensor,
+    layer: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ring: Tensor,
+    out: Tensor,
+    R: int,
+    T: int,
+    silu: bool,
+) -> None:
     """As kernels.conv.conv; ring [L, S, 1, R, C]."""
     slots, _, _, t, _, append, first, *_ = (c.long() for c in plan.unbind(1))
     taps, slot = weight.shape[1], slots.clamp(min=0)

@@ -1,4 +1,4 @@
-"""Launch records: block sizes, warps, pipeline stages and splits per operation and layer, with the device they were measured on."""
+"""Launch records: block sizes, warps, stages and splits per operation and layer, with the device they were measured on."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def _divisor(n: int, most: int) -> int:
 def decode(layout: Layout, B: int) -> Launch:
     """The launch of a decode step of B rows.
 
-    Measured on one H200 at batch 256 (bench/results/h200/decode.json); other devices and batches follow the same rule unmeasured.
-    Tried and slower there: tiles of 32 rows with two warps; a flush shared by 4 or 8 programs; folds from tiles of records.
+    Measured on one H200 at batch 256 (bench/results/h200/decode.json); other devices and batches follow the rule unmeasured.
+    Tried there and not faster: tiles of 32 rows with two warps; a flush shared by 4 or 8 programs; folding 2, 4 or 8 tokens
+    at once; chunks of 32 for the delta rule.
     """
     if layout.recurrence.delta:
         return Launch(_divisor(layout.V, 16), _divisor(layout.K, 64))

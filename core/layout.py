@@ -51,18 +51,32 @@ class Conv:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step for one request and layer."""
+
+    read: float
+    written: float
+
+    @property
+    def total(self) -> float:
+        """Read and written."""
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one decode or verify step for one request and layer.
+    """The byte model of a decode or verify step for one request and layer, as means over whole flush cycles.
 
     Attributes:
-        io: q, k, v, gates and output of the step's tokens.
-        conventional: 2 S + io for one token; (1 + T) S + io for T, a state snapshot per draft.
-        replay: S_read + r_read * mean live records + r_new T + io + (S + S_written + W r_fold) T / W.
+        io: the step's activations: q, k, v, gates, output. Both ways have them, neither figure below holds them.
+        conventional: the state in and out, S + S; for T tokens S read and a snapshot S written per token.
+        replay: read S + r_read * mean live records + W r_fold per flush; written r_new per token + S per flush. A flush reads
+            the state once, for its fold and its outputs.
     """
 
-    io: float
-    conventional: float
-    replay: float
+    io: Traffic
+    conventional: Traffic
+    replay: Traffic
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,8 @@ class Layout:
         V, K: dimensions of a head's state; multiples of 16, at most 256.
         W: window: most records between flushes.
         T_max: most tokens per row and step, ``1 <= T_max <= W``.
-        R: ring rows, at least ``W + T_max`` (the default); with a convolution also ``W + width - 1``, so that a full window
-            still has the inputs before its first record.
+        R: ring rows, at least ``W + T_max`` (the default); with a convolution also ``W + width - 1``, so that a full
+            window still has the inputs before its first record.
         state: name of the checkpoint's format.
         act: dtype of q, k, v, z and outputs, and so of the ring's k and v.
         u: dtype of the delta rule's readout helper; None takes fp32 with fp32 activations and fp16, saturating, with 16-bit
@@ -124,7 +138,9 @@ class Layout:
         if self.R == 0:
             object.__setattr__(self, "R", least)
         if self.R < least:
-            raise ValueError(f"R: expected at least {least} (W = {self.W}, T_max = {self.T_max}, conv = {self.conv}), got {self.R}")
+            raise ValueError(
+                f"R: expected at least {least} (W = {self.W}, T_max = {self.T_max}, conv = {self.conv}), got {self.R}"
+            )
         formats.named(self.state)
         for name in ("act", "u"):
             if getattr(self, name) not in ACTIVATIONS:
@@ -160,7 +176,8 @@ class Layout:
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Per tensor that this layout has: its shape for one slot and its dtype, in the order of Buffers."""
         row, H, G, R = self.recurrence, self.H, self.G, self.R
-        shapes = {
+        assert self.u is not None
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype] | None] = {
             "state": ((H, self.V, self.K), self.format.dtype),
             "k": ((G, R, self.K), self.act),
             "v": ((H, R, self.V), self.act),
@@ -185,7 +202,7 @@ class Layout:
             heads, rows, *dim = shape
             return torch.zeros(layers, slots, rows, heads, *dim, dtype=dtype, device=device).transpose(2, 3)
 
-        return Buffers(*(one(name) for name in Buffers._fields))
+        return Buffers(*(one(name) for name in Buffers._fields))  # type: ignore[arg-type]  # state, k, v always are
 
     def check(self, buffers: Buffers) -> None:
         """Raise ValueError unless buffers [L, S, ...] have this layout's shapes and dtypes and are contiguous in their dim."""
@@ -208,7 +225,9 @@ class Layout:
             # [heads, R] has no inner dimension: its rows are strided as the others' are.
             contiguous = len(shape) < 3 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
             if not contiguous or (name == "state" and tensor.stride(-2) != self.K):
-                raise ValueError(f"{name}: expected contiguous {'[V, K]' if name == 'state' else 'rows'}, got strides {tensor.stride()}")
+                raise ValueError(
+                    f"{name}: expected contiguous {'[V, K]' if name == 'state' else 'rows'}, got strides {tensor.stride()}"
+                )
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +248,11 @@ class Layout:
     @cached_property
     def read_bytes(self) -> int:
         """r_read: bytes of one record that a readout reads."""
-        return self._record("k", "u", "gsum", "rnorm") if self.recurrence.delta else self._record("k", "v", "beta", "gsum", "rnorm")
+        return (
+            self._record("k", "u", "gsum", "rnorm")
+            if self.recurrence.delta
+            else self._record("k", "v", "beta", "gsum", "rnorm")
+        )
 
     @cached_property
     def fold_bytes(self) -> int:
@@ -255,14 +278,17 @@ class Layout:
         kept = tokens if kept is None else kept
         row, size = self.recurrence, self.act.itemsize
         gate_inputs = self.H * ((row.beta != "one") + (self.KG if row.stores_g else 0))
-        io = tokens * size * (2 * self.G * self.K + (2 + gated) * self.H * self.V + gate_inputs)
-        S = self.state_bytes
-        conventional = (2 * S if tokens == 1 else (1 + tokens) * S) + io
-        flushes = min(1.0, kept / self.W)
-        # A window lives from the kept tokens of its flush step to W: the mean of what a non-flush step finds.
-        live = (self.W - 1) / 2
-        replay = S + self.read_bytes * live + self.record_bytes * tokens + io + flushes * (S + self.W * self.fold_bytes)
-        return StepBytes(io, conventional, replay)
+        x_in = tokens * size * (2 * self.G * self.K + (1 + gated) * self.H * self.V + gate_inputs)
+        S, flushes = self.state_bytes, min(1.0, kept / self.W)
+        live = (self.W - 1) / 2  # records a readout finds: the mean over a cycle, of whose steps one folds instead
+        return StepBytes(
+            io=Traffic(read=x_in, written=tokens * size * self.H * self.V),
+            conventional=Traffic(read=S, written=tokens * S),
+            replay=Traffic(
+                read=S + self.read_bytes * live + flushes * self.W * self.fold_bytes,
+                written=self.record_bytes * tokens + flushes * S,
+            ),
+        )
 
 
 @lru_cache(maxsize=256)

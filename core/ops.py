@@ -5,23 +5,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from . import eager, launch
+from . import eager, kernels, launch
 from .cursor import Cursors
-from .kernels import arguments, conv as conv_kernel, cursor as cursor_kernel, decode as decode_kernel, materialize as materialize_kernel
+from .kernels import arguments
 from .kernels.arguments import Inputs, Weights, tokens
 from .layout import Buffers, Layout
 
 BACKENDS = ("triton", "torch")
 
 
-def _cursor_backend(backend: str):
-    return cursor_kernel if backend == "triton" else eager
+def _cursor_backend(backend: str) -> ModuleType:
+    return kernels.cursor if backend == "triton" else eager
 
 
-def plan(slots, t, force, cu_seqlens, cursors: Cursors, out: Tensor, T: int, layout: Layout, backend: str) -> None:
+def plan(
+    slots: Tensor,
+    t: Tensor | None,
+    force: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cursors: Cursors,
+    out: Tensor,
+    T: int,
+    layout: Layout,
+    backend: str,
+) -> None:
     """Write plan rows ``out`` [B, len(PLAN)] int32 and mark their slots pending.
 
     Args:
@@ -41,7 +54,18 @@ def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, layout: Layo
         _cursor_backend(backend).commit(plan, accepted, cursors, layout.R)
 
 
-def step(plan: Tensor, layer: int, x: dict[str, Tensor | None], w: dict[str, Tensor | None], buffers: Buffers, out: Tensor, T: int, layout: Layout, backend: str, pool: Buffers | None = None) -> None:
+def step(
+    plan: Tensor,
+    layer: int,
+    x: dict[str, Tensor | None],
+    w: dict[str, Tensor | None],
+    buffers: Buffers,
+    out: Tensor,
+    T: int,
+    layout: Layout,
+    backend: str,
+    pool: Buffers | None = None,
+) -> None:
     """One step of one layer: see ``ReplayState.step``. ``pool``: the buffers' Rows, where the caller keeps them."""
     if plan.shape[0] == 0:
         return
@@ -49,24 +73,46 @@ def step(plan: Tensor, layer: int, x: dict[str, Tensor | None], w: dict[str, Ten
         eager.step(plan, layer, **x, **w, buffers=buffers, out=out, T=T, layout=layout)
         return
     if T > 1:
-        raise NotImplementedError(f"T: the triton backend decodes one token per row and step, got {T}; backend 'torch' takes up to T_max")
+        raise NotImplementedError(
+            f"T: the triton backend decodes one token per row and step, got {T}; backend 'torch' takes up to T_max"
+        )
     inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))
     record = launch.decode(layout, plan.shape[0])
-    decode_kernel.decode(plan, layer, inputs, Weights(**w), pool or arguments.pool(buffers), out, layout, record)
+    kernels.decode.decode(plan, layer, inputs, Weights(**w), pool or arguments.pool(buffers), out, layout, record)
 
 
-def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, out: Tensor, T: int, silu: bool, layout: Layout, backend: str) -> None:
+def conv(
+    plan: Tensor,
+    layer: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ring: Tensor,
+    out: Tensor,
+    T: int,
+    silu: bool,
+    layout: Layout,
+    backend: str,
+) -> None:
     """Causal convolution of one layer's step: see ``ReplayState.conv``. ``ring`` [L, S, 1, R, C] is read and written."""
     if plan.shape[0] == 0:
         return
     if backend == "torch":
         eager.conv(plan, layer, x, weight, bias, ring, out, layout.R, T, silu)
     else:
-        conv_kernel.conv(plan, layer, x, weight, bias, arguments.rows(ring), out, layout.R, silu)
+        kernels.conv.conv(plan, layer, x, weight, bias, arguments.rows(ring), out, layout.R, silu)
 
 
 def materialize(
-    slots: Tensor, n: Tensor | None, buffers: Buffers, cursors: Cursors, A: Tensor | None, target: Tensor, to_slots: Tensor, layout: Layout, backend: str
+    slots: Tensor,
+    n: Tensor | None,
+    buffers: Buffers,
+    cursors: Cursors,
+    A: Tensor | None,
+    target: Tensor,
+    to_slots: Tensor,
+    layout: Layout,
+    backend: str,
 ) -> None:
     """target[:, to_slots[i]] = the states of slots[i] after the first n[i] records: see ``ReplayState.materialize``."""
     if slots.shape[0] == 0:
@@ -75,7 +121,7 @@ def materialize(
         eager.materialize(buffers.state, slots, buffers, cursors, n, target, to_slots, A, layout)
     else:
         pool, record = arguments.pool(buffers), launch.materialize(layout)
-        materialize_kernel.materialize(buffers.state, slots, pool, cursors, n, target, to_slots, A, layout, record)
+        kernels.materialize.materialize(buffers.state, slots, pool, cursors, n, target, to_slots, A, layout, record)
 
 
 def fold(slots: Tensor, buffers: Buffers, cursors: Cursors, A: Tensor | None, layout: Layout, backend: str) -> None:
@@ -93,7 +139,7 @@ def load(states: Tensor, state: Tensor, slots: Tensor, layout: Layout, backend: 
     if backend == "torch":
         eager.materialize(states, rows, None, None, None, state, slots, None, layout)
     else:
-        materialize_kernel.materialize(states, rows, None, None, None, state, slots, None, layout, launch.materialize(layout))
+        kernels.materialize.materialize(states, rows, None, None, None, state, slots, None, layout, launch.materialize(layout))
 
 
 # ---- torch.ops.replayssm.* ---------------------------------------------------------------------------------------------
@@ -110,7 +156,7 @@ _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? b, Tensor? a, Tensor? z, Tensor
 _END = "str layout, str backend"
 
 
-def _define(name: str, schema: str, implementation) -> None:
+def _define(name: str, schema: str, implementation: Callable[..., None]) -> None:
     _library.define(f"{name}({schema}) -> ()")
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
@@ -139,7 +185,9 @@ def _conv_op(plan_rows, layer, x, weight, bias, ring, out, T, silu, layout, back
 
 def _materialize_op(slots, n, *rest):
     (*tensors, A, target, to_slots, layout, backend), fields = rest, len(Buffers._fields)
-    materialize(slots, n, Buffers(*tensors[:fields]), Cursors(*tensors[fields:]), A, target, to_slots, Layout.parse(layout), backend)
+    materialize(
+        slots, n, Buffers(*tensors[:fields]), Cursors(*tensors[fields:]), A, target, to_slots, Layout.parse(layout), backend
+    )
 
 
 def _fold_op(slots, *rest):
@@ -151,14 +199,24 @@ def _load_op(states, state, slots, layout, backend):
     load(states, state, slots, Layout.parse(layout), backend)
 
 
-_define("plan", f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, {_CURSORS}, Tensor(o!) out, int T, {_END}", _plan_op)
+_define(
+    "plan", f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, {_CURSORS}, Tensor(o!) out, int T, {_END}", _plan_op
+)
 _define("commit", f"Tensor plan, Tensor? accepted, {_MOVED}, {_END}", _commit_op)
 _define("step", f"Tensor plan, int layer, {_TOKENS}, {_WRITTEN}, Tensor(o!) out, int T, {_END}", _step_op)
-_define("conv", f"Tensor plan, int layer, Tensor x, Tensor weight, Tensor? bias, Tensor(r!) ring, Tensor(o!) out, int T, bool silu, {_END}", _conv_op)
+_define(
+    "conv",
+    f"Tensor plan, int layer, Tensor x, Tensor weight, Tensor? bias, Tensor(r!) ring, Tensor(o!) out, int T, bool silu, {_END}",
+    _conv_op,
+)
 _define(
     "materialize",
     f"Tensor slots, Tensor? n, {_READ}, {_CURSORS.replace('(p!)', '')}, Tensor? A, Tensor(t!) target, Tensor to_slots, {_END}",
     _materialize_op,
 )
-_define("fold", f"Tensor slots, {_READ.replace('Tensor state', 'Tensor(a!) state')}, {_MOVED.replace('(p!)', '')}, Tensor? A, {_END}", _fold_op)
+_define(
+    "fold",
+    f"Tensor slots, {_READ.replace('Tensor state', 'Tensor(a!) state')}, {_MOVED.replace('(p!)', '')}, Tensor? A, {_END}",
+    _fold_op,
+)
 _define("load", f"Tensor states, Tensor(a!) state, Tensor slots, {_END}", _load_op)

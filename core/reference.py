@@ -51,7 +51,8 @@ def decode(
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, silu: bool = True) -> Tensor:
     """Depthwise causal convolution in fp64: x [T, C], weight [C, width], history [width - 1, C] -> [T, C]."""
     full = torch.cat([history, x]).to(torch.float64)
-    y = sum(full[i : i + x.shape[0]] * weight[:, i].to(torch.float64) for i in range(weight.shape[1]))
+    windows = torch.stack([full[i : i + x.shape[0]] for i in range(weight.shape[1])])  # [width, T, C]
+    y = torch.einsum("itc,ci->tc", windows, weight.to(torch.float64))
     y = y if bias is None else y + bias.to(torch.float64)
     return torch.nn.functional.silu(y) if silu else y
 
@@ -88,7 +89,7 @@ class Ring:
         if not records:
             return None, state
         joined = {name: torch.cat([r[name] for r in records]) for name in records[0]}
-        return decode(self.row, state, **joined, **self.weights)
+        return decode(self.row, state, **joined, **self.weights)  # type: ignore[arg-type]  # keywords of tensors alone
 
     def step(self, slot: int, tokens: list[dict[str, Tensor]], force: bool = False) -> Tensor | None:
         """Outputs [t, H, V] of the step's tokens (None for t = 0); a flush folds the committed records first."""

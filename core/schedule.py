@@ -24,4 +24,4 @@ def best_window(layout: Layout, windows: range = range(1, 65)) -> int:
     fitting = [W for W in windows if W >= layout.T_max]
     if not fitting:
         raise ValueError(f"windows: expected one of at least T_max = {layout.T_max}, got {windows}")
-    return min(fitting, key=lambda W: layout.with_window(W).step_bytes().replay)
+    return min(fitting, key=lambda W: layout.with_window(W).step_bytes().replay.total)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from . import cursor, ops
+from .checks import FLAGS, INTEGERS, Checks, describe, expect
 from .cursor import PLAN_WIDTH, Cursors
 from .layout import ACTIVATIONS, Buffers, Layout
-
-INTEGERS = (torch.int32, torch.int64)
-FLAGS = (torch.bool, *INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,24 @@ class ReplayState:
         device = torch.device(device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             found = torch.cuda.device_count() or "no"
-            raise ValueError(f"device: expected a device of this machine, got {device} and torch finds {found} CUDA GPU; use device='cpu'")
+            raise ValueError(
+                f"device: expected a device of this machine, got {device} and torch finds {found} CUDA GPU; use 'cpu'"
+            )
         device = torch.empty(0, device=device).device  # with its index: torch.device("cuda") equals no tensor's device
         backend = backend or ("triton" if device.type == "cuda" else "torch")
         if backend not in ops.BACKENDS:
             raise NotImplementedError(f"backend: expected one of {list(ops.BACKENDS)}, got {backend!r}")
         if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise NotImplementedError(f"backend: triton needs a CUDA device (or TRITON_INTERPRET=1), got {device}; use backend='torch'")
+            raise NotImplementedError(
+                f"backend: triton needs a CUDA device (or TRITON_INTERPRET=1), got {device}; use backend='torch'"
+            )
         derived = layout.recurrence.decay == "derived"
         if derived != (A is not None):
-            raise ValueError(f"A: expected {'[layers, H] fp32' if derived else 'None'} for {layout.recurrence.name}, got {_describe(A)}")
+            raise ValueError(
+                f"A: expected {'[layers, H] fp32' if derived else 'None'} for {layout.recurrence.name}, got {describe(A)}"
+            )
         if A is not None:
-            _expect("A", A, (layers, layout.H), torch.float32, device)
+            expect("A", A, (layers, layout.H), torch.float32, device)
             if not A.is_contiguous():
                 raise ValueError(f"A: expected contiguous [layers, H], got strides {A.stride()}")
         self.layout, self.layers, self.slots, self.device, self.backend, self.A = layout, layers, slots, device, backend, A
@@ -109,17 +113,21 @@ class ReplayState:
         layout.check(buffers)
         self.buffers: Buffers = buffers
         self.cursors: Cursors = cursor.allocate(slots, device)
-        self.debug = _debug_from_environment() if debug is None else debug
+        debug = _debug_from_environment() if debug is None else debug
+        self._checks = Checks(layout, layers, slots, self.device, self.cursors, debug)
         self._plans = torch.zeros(max_rows, PLAN_WIDTH, dtype=torch.int32, device=device)
         self._pool = ops.arguments.pool(buffers) if backend == "triton" else None
         self._ran: set[int] = set()
         self._spec = layout.spec  # TorchDynamo cannot trace its making
 
+    @property
+    def debug(self) -> bool:
+        """Whether cursors, slots and the order of calls are checked at the price of device reads."""
+        return self._checks.debug
+
     # ---- a step --------------------------------------------------------------------------------------------------------
 
-    def plan(
-        self, slots: Tensor, t: int | Tensor = 1, force: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Plan:
+    def plan(self, slots: Tensor, t: int | Tensor = 1, force: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Plan:
         """Decide the step: which rows flush, where records go. One tiny launch.
 
         Args:
@@ -132,22 +140,26 @@ class ReplayState:
         Returns:
             The plan, valid until the next one. Its slots are pending until ``commit``.
         """
-        B, layout = self._slots("slots", slots, settled=True, distinct=True), self.layout
+        B, layout = self._checks.slots("slots", slots, settled=True, distinct=True), self.layout
         if B > self._plans.shape[0]:
             raise ValueError(f"slots: expected at most max_rows = {self._plans.shape[0]} rows, got {B}")
         T = t if isinstance(t, int) else layout.T_max
         if not 0 <= T <= layout.T_max:
             raise ValueError(f"t: expected 0 ... T_max = {layout.T_max}, got {t}")
         per_row = t if isinstance(t, Tensor) else None
-        for name, x, n, kind in (("t", per_row, B, INTEGERS), ("force", force, B, FLAGS), ("cu_seqlens", cu_seqlens, B + 1, INTEGERS)):
+        for name, x, n, kind in (
+            ("t", per_row, B, INTEGERS),
+            ("force", force, B, FLAGS),
+            ("cu_seqlens", cu_seqlens, B + 1, INTEGERS),
+        ):
             if x is not None:
-                _expect(name, x, (n,), kind, self.device)
+                expect(name, x, (n,), kind, self.device)
         if cu_seqlens is not None:
             if per_row is not None or t != 1:
                 raise ValueError("t: expected to be left alone with cu_seqlens, which says the tokens of each row")
             T = layout.T_max
         if self.debug:
-            self._debug_plan(slots, per_row, cu_seqlens)
+            self._checks.debug_plan(slots, per_row, cu_seqlens)
         rows = self._plans[:B]
         if torch.compiler.is_compiling():
             torch.ops.replayssm.plan(slots, per_row, force, cu_seqlens, *self.cursors, rows, T, self._spec, self.backend)
@@ -196,14 +208,14 @@ class ReplayState:
         Source: output-only form of the recurrence in ``replayssm.recurrence``.
         """
         layout = self.layout
-        self._check_layer(layer)
+        self._checks.layer(layer)
         x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
         w = {"A": A, "dt_bias": dt_bias, "D": D}
-        self._check_step(plan, x, w)
+        self._checks.step(plan.tokens, x, w)
         if out is None:
             out = torch.empty(v.shape, dtype=layout.act, device=v.device)
         else:
-            _expect("out", out, v.shape, layout.act, self.device)
+            expect("out", out, v.shape, layout.act, self.device)
         if self.A is not None:
             w["A"] = self.A[layer]
         if self.debug:
@@ -219,7 +231,14 @@ class ReplayState:
         return out
 
     def conv(
-        self, layer: int, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = True, out: Tensor | None = None
+        self,
+        layer: int,
+        plan: Plan,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        silu: bool = True,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Causal depthwise convolution of the plan's tokens, x [N, C] -> [N, C]; appends x to the conv-input ring.
 
@@ -228,21 +247,24 @@ class ReplayState:
             weight: [C, width] floating, contiguous; bias: [C] or None.
             silu: whether ``y * sigmoid(y)`` follows.
         """
-        self._check_layer(layer)
+        self._checks.layer(layer)
         spec = self.layout.conv
         if spec is None:
-            raise ValueError("layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself")
-        _expect("x", x, (plan.tokens if plan.tokens is not None else x.shape[0], spec.channels), self.layout.act, self.device)
-        _expect("weight", weight, (spec.channels, spec.width), ACTIVATIONS, self.device)
+            raise ValueError(
+                "layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself"
+            )
+        expect("x", x, (plan.tokens if plan.tokens is not None else x.shape[0], spec.channels), self.layout.act, self.device)
+        expect("weight", weight, (spec.channels, spec.width), ACTIVATIONS, self.device)
         if not weight.is_contiguous():
             raise ValueError(f"weight: expected contiguous [C, width], got strides {weight.stride()}")
         if bias is not None:
-            _expect("bias", bias, (spec.channels,), ACTIVATIONS, self.device)
+            expect("bias", bias, (spec.channels,), ACTIVATIONS, self.device)
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         else:
-            _expect("out", out, x.shape, x.dtype, self.device)
+            expect("out", out, x.shape, x.dtype, self.device)
         ring = self.buffers.conv
+        assert ring is not None
         if torch.compiler.is_compiling():
             torch.ops.replayssm.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self._spec, self.backend)
         else:
@@ -252,12 +274,14 @@ class ReplayState:
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first accepted[b] tokens of each row, 0 ... t, [B] int; None keeps all. Again changes nothing."""
         if accepted is not None:
-            _expect("accepted", accepted, (plan.rows.shape[0],), INTEGERS, self.device)
+            expect("accepted", accepted, (plan.rows.shape[0],), INTEGERS, self.device)
             if self.debug:
                 slot, t = (plan.rows[:, cursor.PLAN.index(name)] for name in ("slot", "t"))
                 wrong = ((slot >= 0) & ((accepted < 0) | (accepted > t))).nonzero().flatten().tolist()
                 if wrong:
-                    raise ValueError(f"accepted: expected 0 ... t, got {int(accepted[wrong[0]])} of {int(t[wrong[0]])} in row {wrong[0]}")
+                    raise ValueError(
+                        f"accepted: expected 0 ... t, got {int(accepted[wrong[0]])} of {int(t[wrong[0]])} in row {wrong[0]}"
+                    )
         if torch.compiler.is_compiling():
             torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
         else:
@@ -267,7 +291,7 @@ class ReplayState:
 
     def fold(self, slots: Tensor) -> None:
         """Flush the slots' rings in place, all layers: their checkpoints are then the exact states. Negative slots: nothing."""
-        self._slots("slots", slots, settled=True, distinct=True)
+        self._checks.slots("slots", slots, settled=True, distinct=True)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.fold(slots, *self.buffers, *self.cursors, self.A, self._spec, self.backend)
         else:
@@ -287,20 +311,20 @@ class ReplayState:
         Returns:
             The target.
         """
-        B, layout = self._slots("slots", slots, settled=True), self.layout
-        self._check_n(slots, n)
+        B, layout = self._checks.slots("slots", slots, settled=True), self.layout
+        self._checks.n(slots, n)
         if target is None:
             if to_slots is not None:
                 raise ValueError("target: expected a tensor where to_slots says its rows, got None")
             target = torch.zeros(self.layers, B, layout.H, layout.V, layout.K, device=self.device)
-        self._check_states("target", target)
+        self._checks.states("target", target)
         if target.shape[0] != self.layers or (to_slots is None and target.shape[1] < B):
             raise ValueError(f"target: expected [{self.layers}, at least {B}, ...], got {list(target.shape)}")
         if to_slots is None:
             to_slots = torch.arange(B, device=self.device, dtype=slots.dtype)
-        _expect("to_slots", to_slots, (B,), INTEGERS, self.device)
+        expect("to_slots", to_slots, (B,), INTEGERS, self.device)
         if self.debug:
-            self._debug_slots("to_slots", to_slots, target.shape[1], distinct=True)
+            self._checks.debug_slots("to_slots", to_slots, target.shape[1], distinct=True)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.materialize(
                 slots, n, *self.buffers, *self.cursors, self.A, target, to_slots, self._spec, self.backend
@@ -313,9 +337,11 @@ class ReplayState:
         """The convolution's last width - 1 inputs after each slot's first n records, [L, B, width - 1, C], oldest first."""
         spec, ring = self.layout.conv, self.buffers.conv
         if spec is None or ring is None:
-            raise ValueError("layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself")
-        self._slots("slots", slots, settled=True)
-        self._check_n(slots, n)
+            raise ValueError(
+                "layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself"
+            )
+        self._checks.slots("slots", slots, settled=True)
+        self._checks.n(slots, n)
         at = slots.long().clamp(min=0)
         end = self.cursors.start[at] + (self.cursors.count[at] if n is None else n)
         rows = (end[:, None] + torch.arange(1 - spec.width, 0, device=self.device)) % self.layout.R
@@ -334,20 +360,20 @@ class ReplayState:
                 that has one.
             keys: [B] int64, the requests' own numbers; None leaves the slots' keys.
         """
-        B, spec = self._slots("slots", slots, settled=True, distinct=True), self.layout.conv
+        B, spec = self._checks.slots("slots", slots, settled=True, distinct=True), self.layout.conv
         if layer is not None:
-            self._check_layer(layer)
+            self._checks.layer(layer)
             states, conv = states[None], None if conv is None else conv[None]
-        self._check_states("states", states)
+        self._checks.states("states", states)
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         state = self.buffers.state[layers]
         if states.shape[:2] != (state.shape[0], B):
             raise ValueError(f"states: expected [{state.shape[0]}, {B}, ...], got {list(states.shape)}")
         if (conv is None) != (spec is None):
-            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if spec else 'None'}, got {_describe(conv)}")
+            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if spec else 'None'}, got {describe(conv)}")
         if conv is not None and spec is not None:
-            _expect("conv", conv, (state.shape[0], B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
-        self._check_keys(keys, B)
+            expect("conv", conv, (state.shape[0], B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
+        self._checks.keys(keys, B)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.load(states, state, slots, self._spec, self.backend)
         else:
@@ -360,7 +386,7 @@ class ReplayState:
 
     def reset(self, slots: Tensor, keys: Tensor | None = None) -> None:
         """The slots start anew from zero states and, where the layout has one, an empty convolution window."""
-        self._check_keys(keys, self._slots("slots", slots, settled=True, distinct=True))
+        self._checks.keys(keys, self._checks.slots("slots", slots, settled=True, distinct=True))
         for buffer in (self.buffers.state, self.buffers.conv):
             if buffer is not None:
                 for one in buffer:
@@ -373,8 +399,8 @@ class ReplayState:
         All sources are read before any destination is written, so permutations are fine; a destination named twice is not.
         Pairs with a negative side are skipped.
         """
-        B = self._slots("src", src, settled=True)
-        if self._slots("dst", dst, settled=True, distinct=True) != B:
+        B = self._checks.slots("src", src, settled=True)
+        if self._checks.slots("dst", dst, settled=True, distinct=True) != B:
             raise ValueError(f"dst: expected {B} slots as in src, got {dst.shape[0]}")
         at, to = src.long().clamp(min=0), torch.where(src >= 0, dst, -1)
         for buffer in self.buffers:
@@ -387,7 +413,7 @@ class ReplayState:
 
     def export(self, slots: Tensor) -> Export:
         """Everything the slots are, copied to the host; waits for the device."""
-        self._slots("slots", slots, settled=True)
+        self._checks.slots("slots", slots, settled=True)
         at = slots.long()
         if bool((at < 0).any()):
             raise ValueError(f"slots: expected live slots, got {slots.tolist()}")
@@ -398,7 +424,7 @@ class ReplayState:
         """The slots become what ``export`` read, in this state or another of the same layout and number of layers."""
         if exported.spec != self._spec:
             raise ValueError(f"exported: expected layout {self._spec}, got {exported.spec}")
-        B = self._slots("slots", slots, settled=True, distinct=True)
+        B = self._checks.slots("slots", slots, settled=True, distinct=True)
         if exported.tensors["state"].shape[:2] != (self.layers, B):
             raise ValueError(f"exported: expected [{self.layers}, {B}, ...], got {list(exported.tensors['state'].shape)}")
         for name, x in self.buffers._asdict().items():
@@ -411,8 +437,6 @@ class ReplayState:
                 ops.eager.scatter(x, slots, exported.tensors[f"cursor.{name}"].to(self.device))
         self._settle(slots)
 
-    # ---- checks --------------------------------------------------------------------------------------------------------
-
     def _restart(self, slots: Tensor, keys: Tensor | None) -> None:
         for one in (self.cursors.start, self.cursors.count, self.cursors.flushes):
             ops.eager.scatter(one, slots, one.new_zeros(slots.shape[0]))
@@ -421,103 +445,6 @@ class ReplayState:
             ops.eager.scatter(self.cursors.key, slots, keys)
 
     def _settle(self, slots: Tensor) -> None:
-        """Nothing pending. Tickets go on: a late commit of a plan of the slot's former request must find another one."""
+        """Nothing pending. Tickets go on: a late commit for the slot's former request must find another one."""
         pending = self.cursors.pending[slots.long().clamp(min=0)]
         ops.eager.scatter(self.cursors.pending, slots, pending + pending % 2)
-
-    def _slots(self, name: str, slots: Tensor, settled: bool = False, distinct: bool = False) -> int:
-        _expect(name, slots, (slots.numel(),), INTEGERS, self.device)
-        if self.debug:
-            self._debug_slots(name, slots, self.slots, distinct)
-            if settled and bool((self.cursors.pending[slots[slots >= 0].long()] % 2 == 1).any()):
-                raise ValueError(f"{name}: expected slots whose step was committed, got {slots.tolist()} with a step pending")
-        return slots.shape[0]
-
-    def _debug_slots(self, name: str, slots: Tensor, most: int, distinct: bool) -> None:
-        live = slots[slots >= 0]
-        if bool((live >= most).any()):
-            raise ValueError(f"{name}: expected slots below {most}, got {slots.tolist()}")
-        if distinct and torch.unique(live).numel() != live.numel():
-            raise ValueError(f"{name}: expected each live slot once, got {slots.tolist()}")
-
-    def _debug_plan(self, slots: Tensor, t: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        for name, n in (("t", None if t is None else t[slots >= 0]), ("cu_seqlens", None if cu_seqlens is None else cu_seqlens.diff())):
-            if n is not None and bool(((n < 0) | (n > self.layout.T_max)).any()):
-                raise ValueError(f"{name}: expected 0 ... T_max = {self.layout.T_max} tokens a row, got {n.tolist()}")
-        live = slots[slots >= 0].long()
-        for name, most in (("start", self.layout.R - 1), ("count", self.layout.W)):
-            x = getattr(self.cursors, name)[live]
-            if bool(((x < 0) | (x > most)).any()):
-                raise ValueError(f"cursors.{name}: expected 0 ... {most}, got {x.tolist()} in slots {live.tolist()}")
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"layer: expected 0 ... {self.layers - 1}, got {layer}")
-
-    def _check_keys(self, keys: Tensor | None, B: int) -> None:
-        if keys is not None:
-            _expect("keys", keys, (B,), INTEGERS, self.device)
-
-    def _check_n(self, slots: Tensor, n: Tensor | None) -> None:
-        if n is None:
-            return
-        _expect("n", n, (slots.shape[0],), INTEGERS, self.device)
-        if self.debug:
-            count = self.cursors.count[slots.long().clamp(min=0)]
-            wrong = ((slots >= 0) & ((n < 0) | (n > count))).nonzero().flatten().tolist()
-            if wrong:
-                raise ValueError(f"n: expected 0 ... count = {int(count[wrong[0]])} in row {wrong[0]}, got {int(n[wrong[0]])}")
-
-    def _check_states(self, name: str, states: Tensor) -> None:
-        shape = (self.layout.H, self.layout.V, self.layout.K)
-        if states.dim() != 5 or states.shape[2:] != shape:
-            raise ValueError(f"{name}: expected [L, B, H, V, K] with H, V, K = {list(shape)}, got {list(states.shape)}")
-        if states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}: expected fp32, bf16 or fp16, got {states.dtype}")
-        if states.stride(-1) != 1 or states.stride(-2) != self.layout.K:
-            raise ValueError(f"{name}: expected contiguous [V, K], got strides {states.stride()}")
-        if states.device != self.device:
-            raise ValueError(f"{name}: expected device {self.device}, got {states.device}")
-
-    def _check_step(self, plan: Plan, x: dict[str, Tensor | None], w: dict[str, Tensor | None]) -> None:
-        layout, row = self.layout, self.layout.recurrence
-        v = x["v"]
-        N = v.shape[0] if plan.tokens is None and v is not None else plan.tokens
-        H, G, V, K = layout.H, layout.G, layout.V, layout.K
-        per_head = (H, K) if row.per_channel else (H,)
-        shapes = {"q": (N, G, K), "k": (N, G, K), "v": (N, H, V), "z": (N, H, V), "b": (N, H), "a": (N, *per_head)}
-        has = {"b": row.beta != "one", "a": row.stores_g, "A": row.decay in ("softplus", "safe")}
-        has |= {} if row.biased else {"dt_bias": False}
-        for name, tensor in (*x.items(), *w.items()):
-            wanted = has.get(name, tensor is not None or name in ("q", "k", "v"))
-            shape = shapes.get(name, per_head if name == "dt_bias" else (H,))
-            if wanted != (tensor is not None):
-                expected = f"{list(shape)}" if wanted else "None"
-                raise ValueError(f"{name}: expected {expected} for {row.name}, got {_describe(tensor)}")
-            if tensor is not None:
-                kind = layout.act if name in ("q", "k", "v", "z") else torch.float32 if name == "A" else ACTIVATIONS
-                _expect(name, tensor, shape, kind, self.device)
-                if name in w and not tensor.is_contiguous():
-                    raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")
-
-
-def _describe(x: Tensor | None) -> str:
-    return "None" if x is None else f"{list(x.shape)} {x.dtype}"
-
-
-def _expect(
-    name: str,
-    x: Tensor,
-    shape: tuple[int | None, ...] | torch.Size,
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    device: torch.device,
-    inner: bool = True,
-) -> None:
-    """ValueError unless x has this shape, this dtype or one of these, this device and, with ``inner``, a unit inner stride."""
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if tuple(x.shape) != tuple(shape) or x.dtype not in dtypes:
-        raise ValueError(f"{name}: expected {list(shape)} {' or '.join(map(str, dtypes))}, got {_describe(x)}")
-    if x.device != device:
-        raise ValueError(f"{name}: expected device {device}, got {x.device}")
-    if inner and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")

@@ -1,4 +1,4 @@
-"""Geometries and inputs of the tests: every row of the served models with its heads reduced, and the awkward sizes, each with its why."""
+"""Geometries and inputs of the tests: the served models with their heads reduced, and awkward sizes, each with its why."""
 
 from __future__ import annotations
 
@@ -50,11 +50,23 @@ AWKWARD = [
     Case("gla", GLA, 4, 2, 32, 64, "per channel without the delta rule, beta = 1"),
     Case("smallest", GDN, 1, 1, 16, 16, "one head, one tile"),
 ]
-FAMILY = {c.recurrence.name: c for c in (
-    Case("mamba2", MAMBA2, 2, 1, 32, 32, "small"), Case("gdn", GDN, 2, 1, 32, 32, "small"),
-    Case("kda", KDA, 2, 2, 32, 32, "small"), Case("kda_safe", KDA_SAFE, 2, 2, 32, 32, "small"), Case("gla", GLA, 2, 1, 32, 32, "small"),
-)}  # fmt: skip
-READY = {name: dataclasses.replace(c, name=f"{name}-ready", recurrence=dataclasses.replace(c.recurrence, beta="ready", decay="ready")) for name, c in FAMILY.items() if name in ("gdn", "kda")}
+FAMILY = {
+    case.recurrence.name: case
+    for case in (
+        Case("mamba2", MAMBA2, 2, 1, 32, 32, "small"),
+        Case("gdn", GDN, 2, 1, 32, 32, "small"),
+        Case("kda", KDA, 2, 2, 32, 32, "small"),
+        Case("kda_safe", KDA_SAFE, 2, 2, 32, 32, "small"),
+        Case("gla", GLA, 2, 1, 32, 32, "small"),
+    )
+}
+READY = {
+    name: dataclasses.replace(
+        c, name=f"{name}-ready", recurrence=dataclasses.replace(c.recurrence, beta="ready", decay="ready")
+    )
+    for name, c in FAMILY.items()
+    if name in ("gdn", "kda")
+}
 
 
 def weights(layout: Layout, generator: torch.Generator, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
@@ -75,7 +87,9 @@ def weights(layout: Layout, generator: torch.Generator, device: torch.device | s
     return {name: x if x is None else x.to(device) for name, x in w.items()}
 
 
-def inputs(layout: Layout, N: int, generator: torch.Generator, device: torch.device | str = "cpu", z: bool = False) -> dict[str, Tensor]:
+def inputs(
+    layout: Layout, N: int, generator: torch.Generator, device: torch.device | str = "cpu", z: bool = False
+) -> dict[str, Tensor]:
     """q, k, v and the gates of N tokens, in the layout's activation dtype (ready gates in fp32)."""
     row, H, G, V, K = layout.recurrence, layout.H, layout.G, layout.V, layout.K
 

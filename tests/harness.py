@@ -24,14 +24,27 @@ class Requests:
     Rows of the state that must not be read hold NaN: unused slots, ring rows before they are written, padding rows' inputs.
     """
 
-    def __init__(self, layout: Layout, slots: list[int], backend: str, seed: int = 0, poison: bool = True, buffers=None, z: bool = False, state_slots: int = 0):
+    def __init__(
+        self,
+        layout: Layout,
+        slots: list[int],
+        backend: str,
+        seed: int = 0,
+        poison: bool = True,
+        buffers=None,
+        z: bool = False,
+        state_slots: int = 0,
+        debug: bool = True,
+    ):
         self.layout, self.live, self.z = layout, slots, z
         self.generator = torch.Generator().manual_seed(seed)
         self.w = weights(layout, self.generator)
         derived = layout.recurrence.decay == "derived"
         A = self.w["A"][None].to(DEVICE) if derived else None
         total = state_slots or max(slots, default=0) + 2
-        self.state = ReplayState(layout, 1, total, DEVICE, backend, A=A, buffers=buffers, max_rows=max(8, total + 4), debug=True)
+        self.state = ReplayState(
+            layout, 1, total, DEVICE, backend, A=A, buffers=buffers, max_rows=max(8, total + 4), debug=debug
+        )
         self.step_weights = {n: None if x is None else x.to(DEVICE) for n, x in self.w.items() if not (derived and n == "A")}
         if poison:
             for x in self.state.buffers:
@@ -79,7 +92,7 @@ class Requests:
         return reference.decode(self.layout.recurrence, initial, **joined, **self.w, dtype=dtype)
 
     def check(self, bound: float, output_rounding: float = 0.0, state_rounding: float = 0.0) -> None:
-        """Every request's outputs and materialized state within `bound` of the oracle's rms, plus a rounding of each element."""
+        """Every request's outputs and materialized state within `bound` of the oracle's rms, plus an element's rounding."""
         states = self.state.materialize(self.tensor(self.live))[0].cpu()
         for i, slot in enumerate(self.live):
             o, s = self.oracle(slot)

@@ -18,9 +18,7 @@ def compiled(target: str, *names: str, cache: Path) -> set[tuple[str, str]]:
     """(kernel, case) of every binary made, in a process without the interpreter and with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "tests/compile_kernels.py", target, *names]
-    ran = subprocess.run(
-        command, env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, cwd=ROOT
-    )
+    ran = subprocess.run(command, env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line.split() for line in ran.stdout.splitlines()]
     assert all(int(size) > 1000 for *_, size, _ in rows)

@@ -50,9 +50,7 @@ class Lines:
             x[:, i, n if slots[i] >= 0 else 0 :] = NAN
         for layer in range(LAYERS):
             bias = None if self.bias is None else self.bias[layer]
-            packed, *filters = (
-                a if a is None else a.to(DEVICE) for a in (x[layer].flatten(0, 1), self.weight[layer], bias)
-            )
+            packed, *filters = (a if a is None else a.to(DEVICE) for a in (x[layer].flatten(0, 1), self.weight[layer], bias))
             y = self.state.conv(layer, plan, packed, *filters, self.silu).cpu().unflatten(0, (len(slots), T_max))
             for i, slot in enumerate(slots):
                 n = t[i] if slot >= 0 else 0

@@ -105,8 +105,12 @@ def test_strided_inputs_and_pools(case, backend):
     wide = {}
     for name, (shape, dtype) in layout.tensors.items():
         size = torch.Size(shape).numel() + 48
-        wide[name] = torch.full((4, size), float("nan"), dtype=dtype, device=DEVICE)[None, :, 16 : size - 32].unflatten(2, shape)
-    paged = Requests(layout, [2, 0], backend, buffers=Buffers(*(wide.get(n) for n in Buffers._fields)), state_slots=4, poison=False)
+        wide[name] = torch.full((4, size), float("nan"), dtype=dtype, device=DEVICE)[None, :, 16 : size - 32].unflatten(
+            2, shape
+        )
+    paged = Requests(
+        layout, [2, 0], backend, buffers=Buffers(*(wide.get(n) for n in Buffers._fields)), state_slots=4, poison=False
+    )
     rows = Requests(token_major, [2, 0], backend)
     for _ in range(7):
         x = plain.draw([2, -1, 0])
@@ -124,7 +128,9 @@ def test_strided_inputs_and_pools(case, backend):
     for name, one in plain.state.buffers._asdict().items():
         if one is not None:
             for other in (paged, rows):
-                assert torch.equal(one[0, [0, 2]].nan_to_num(), getattr(other.state.buffers, name)[0, [0, 2]].nan_to_num()), name
+                assert torch.equal(one[0, [0, 2]].nan_to_num(), getattr(other.state.buffers, name)[0, [0, 2]].nan_to_num()), (
+                    name
+                )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -226,8 +232,7 @@ def test_backends_agree_on_every_tensor():
 def test_graph_replay_with_moving_cursors(case):
     """One captured step, replayed over changing slots, padding and flushes, equals eager steps bit for bit."""
     layout = case.layout(W=5, act=torch.bfloat16)
-    eager, graphed = (Requests(layout, [0, 1, 2, 3], "triton") for _ in range(2))
-    graphed.state.debug = eager.state.debug = False
+    eager, graphed = (Requests(layout, [0, 1, 2, 3], "triton", debug=False) for _ in range(2))
     slots = graphed.tensor([-1, -1, -1])
     x = {n: t.to(DEVICE) for n, t in inputs(layout, 3, eager.generator).items()}
 
@@ -253,6 +258,8 @@ def test_graph_replay_with_moving_cursors(case):
             x[name].copy_(one)
         graph.replay()
         assert torch.equal(o.cpu(), expected)
-    for a, b in zip((*eager.state.buffers, *eager.state.cursors), (*graphed.state.buffers, *graphed.state.cursors), strict=True):
+    for a, b in zip(
+        (*eager.state.buffers, *eager.state.cursors), (*graphed.state.buffers, *graphed.state.cursors), strict=True
+    ):
         assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num())
     eager.check(2e-3, output_rounding=2**-8)

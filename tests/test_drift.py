@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
 from bench.u_precision import PRECISIONS, STEPS, drift, ready
 from tests.cases import FAMILY
 from tests.harness import DEVICE, GPU
+
 
 @pytest.mark.parametrize("strong", [False, True], ids=["ordinary", "strong"])
 @pytest.mark.parametrize("u", PRECISIONS)

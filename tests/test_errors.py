@@ -205,9 +205,7 @@ def test_between_steps(argument, fragment, call, debug):
 
 
 @pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
-@pytest.mark.parametrize(
-    "family, argument, fragment, call", UNDER_A_PLAN, ids=[f"{f}-{x}" for f, x, *_ in UNDER_A_PLAN]
-)
+@pytest.mark.parametrize("family, argument, fragment, call", UNDER_A_PLAN, ids=[f"{f}-{x}" for f, x, *_ in UNDER_A_PLAN])
 def test_under_a_plan(family, argument, fragment, call, debug):
     engine = Engine(family, debug)
     engine.now = engine.state.plan(engine.slots)
@@ -363,9 +361,7 @@ def test_debug_variable(value, monkeypatch):
 
 @pytest.mark.skipif(GPU, reason="a CUDA GPU is there")
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(
-        ValueError, match=expectation("device", "got cuda and torch finds no CUDA GPU; use device='cpu'")
-    ):
+    with pytest.raises(ValueError, match=expectation("device", "got cuda and torch finds no CUDA GPU; use 'cpu'")):
         build(device="cuda", backend=None)
 
 

@@ -188,15 +188,16 @@ def test_step_bytes_by_hand():
     """
     layout = Layout(GDN, 4, 2, 128, 128, W=16, T_max=4, u=FP32)
     one = layout.step_bytes()
-    assert one.io == 3088
-    assert one.conventional == 2 * 262144 + 3088
-    assert one.replay == 262144 + 7.5 * 2584 + 3640 + 3088 + (262144 + 16 * 1568) / 16
-    assert layout.step_bytes(gated=True).io == 3088 + 2 * 4 * 128
+    assert one.io.total == 3088 and one.io.written == 2 * 4 * 128
+    assert (one.conventional.read, one.conventional.written) == (262144, 262144)
+    assert one.replay.read == 262144 + 7.5 * 2584 + 16 * 1568 / 16
+    assert one.replay.written == 3640 + 262144 / 16
+    assert layout.step_bytes(gated=True).io.read == one.io.read + 2 * 4 * 128
     four = layout.step_bytes(tokens=4, kept=2)
-    assert four.io == 4 * 3088
-    assert four.conventional == 5 * 262144 + 4 * 3088
-    assert four.replay == 262144 + 7.5 * 2584 + 4 * 3640 + 4 * 3088 + (262144 + 16 * 1568) / 8
-    assert layout.with_window(4).step_bytes(tokens=4).replay == 262144 + 1.5 * 2584 + 4 * 6728 + 262144 + 4 * 1568
+    assert four.io.total == 4 * 3088
+    assert (four.conventional.read, four.conventional.written) == (262144, 4 * 262144)
+    assert four.replay.total == 262144 + 7.5 * 2584 + 4 * 3640 + (262144 + 16 * 1568) / 8
+    assert layout.with_window(4).step_bytes(tokens=4).replay.total == 262144 + 1.5 * 2584 + 4 * 3640 + 262144 + 4 * 1568
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16])
@@ -210,8 +211,7 @@ def test_step_bytes_are_the_mean_of_real_steps(case, window):
         readout = 0 if flush else count * layout.read_bytes
         total += S + readout + layout.record_bytes + (S + count * layout.fold_bytes if flush else 0)
         start, count = committed(start, count, int(flush), 1, layout.R)
-    step = layout.step_bytes()
-    assert step.replay - step.io == pytest.approx(total / steps, rel=1e-12)
+    assert layout.step_bytes().replay.total == pytest.approx(total / steps, rel=1e-12)
 
 
 @pytest.mark.parametrize("case", [*MODELS, *AWKWARD], ids=str)

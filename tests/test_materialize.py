@@ -150,7 +150,11 @@ def test_a_reused_slot_starts_anew(case, backend):
     for x in run.state.buffers:
         if x is not None:
             x[0, 1] = float("nan")
-    run.state.load(run.tensor([-1, 1]), torch.stack([run.initial[1] + 1, run.initial[0]])[None].to(DEVICE), keys=torch.tensor([5, 6], device=DEVICE))
+    run.state.load(
+        run.tensor([-1, 1]),
+        torch.stack([run.initial[1] + 1, run.initial[0]])[None].to(DEVICE),
+        keys=torch.tensor([5, 6], device=DEVICE),
+    )
     assert int(run.state.cursors.key[1]) == 6 and int(run.state.cursors.flushes[1]) == 0
     run.tokens[1], run.outputs[1] = [], []
     for _ in range(4):

@@ -124,11 +124,7 @@ def test_unit():
         norm = math.sqrt(sum(e * e for e in expected) + 1e-6)
         assert unit(GDN, x)[i].tolist() == pytest.approx([e / norm for e in expected], rel=1e-12)
     assert unit(MAMBA2, x) is x
-    assert (
-        GDN.q_scale(64) == 0.125
-        and MAMBA2.q_scale(64) == 1.0
-        and dataclasses.replace(GLA, scale=0.3).q_scale(64) == 0.3
-    )
+    assert GDN.q_scale(64) == 0.125 and MAMBA2.q_scale(64) == 1.0 and dataclasses.replace(GLA, scale=0.3).q_scale(64) == 0.3
 
 
 def test_epilogue():

@@ -24,12 +24,8 @@ app = typer.Typer(
 
 @app.command()
 def run(
-    model: Annotated[
-        list[str], typer.Option(help="A preset or the folder of a Hugging Face checkpoint; may be repeated.")
-    ],
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; default: the opening of Pride and Prejudice.")
-    ] = None,
+    model: Annotated[list[str], typer.Option(help="A preset or the folder of a Hugging Face checkpoint; may be repeated.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; default: the opening of Pride and Prejudice.")] = None,
     window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, each row.")] = 256,
     batch: Annotated[int, typer.Option(help="Rows: beginnings of the prompt of different lengths.")] = 1,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..integrations.transformers import enable, state_of
 from ..integrations.transformers.presets import PRESETS, book, build, pieces
-from ..layout import Layout
+from ..layout import Traffic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -70,9 +70,7 @@ class Job:
     dtype: str
 
 
-def prepare(
-    name: str, prompt: str | None, window: int, max_new_tokens: int, batch: int, device: str, dtype: str
-) -> Job:
+def prepare(name: str, prompt: str | None, window: int, max_new_tokens: int, batch: int, device: str, dtype: str) -> Job:
     """Load a model and check everything a run needs.
 
     Raises:
@@ -89,9 +87,7 @@ def prepare(
         raise ValueError("prompt: expected text, got ''")
     where = _device(device)
     if name in PRESETS:
-        torch.set_num_threads(
-            1
-        )  # their tensors are too small to share: on a busy machine two threads are many times slower
+        torch.set_num_threads(1)  # their tensors are too small to share: on a busy machine two threads are many times slower
         model, tokenizer = build(name)
         model = model.to(DTYPES[dtype])
     else:
@@ -99,9 +95,7 @@ def prepare(
     model = model.to(where).eval()
     with enable(model, window=window):
         pass  # what cannot be enabled is refused before anything runs
-    batch_inputs = tokenizer(
-        pieces(book() if prompt is None else prompt, batch), return_tensors="pt", padding=batch > 1
-    )
+    batch_inputs = tokenizer(pieces(book() if prompt is None else prompt, batch), return_tensors="pt", padding=batch > 1)
     inputs = {key: batch_inputs[key].to(where) for key in ("input_ids", "attention_mask")}
     return Job(name, model, tokenizer, inputs, window, max_new_tokens, dtype)
 
@@ -114,7 +108,7 @@ def compare(job: Job, advance: Callable[[], None]) -> Result:
     stock, _ = _generate(job, advance)
     first, worst, worst_at, margin = _differences(stock, replay)
     layout, layers = enabled.layout, enabled.layers
-    S, (read, written) = layout.state_bytes * layers, _replay_bytes(layout)
+    model = layout.step_bytes()
     return Result(
         model=job.name,
         family=enabled.family,
@@ -131,16 +125,13 @@ def compare(job: Job, advance: Callable[[], None]) -> Result:
         logit_difference_at=worst_at,
         smallest_margin=margin,
         flushes=flushes,
-        stock=Cost(S, S, S, stock.milliseconds),
-        replay=Cost(read * layers, written * layers, enabled.bytes_per_request, replay.milliseconds),
+        stock=_cost(model.conventional, layers, layout.state_bytes * layers, stock.milliseconds),
+        replay=_cost(model.replay, layers, enabled.bytes_per_request, replay.milliseconds),
     )
 
 
-def _replay_bytes(layout: Layout) -> tuple[float, float]:
-    """(read, written) state bytes of one layer and token, from the layout's byte model."""
-    model = layout.step_bytes()
-    written = layout.record_bytes + layout.state_bytes / layout.W
-    return model.replay - model.io - written, written
+def _cost(traffic: Traffic, layers: int, memory: int, milliseconds: float) -> Cost:
+    return Cost(traffic.read * layers, traffic.written * layers, memory, milliseconds)
 
 
 def _device(name: str) -> torch.device:
@@ -160,9 +151,7 @@ def _device(name: str) -> torch.device:
 def _checkpoint(name: str, dtype: torch.dtype) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
     """The model and tokenizer of a local folder."""
     if not (Path(name) / "config.json").is_file():
-        raise ValueError(
-            f"model: expected a preset ({', '.join(PRESETS)}) or a folder with a config.json, got {name!r}"
-        )
+        raise ValueError(f"model: expected a preset ({', '.join(PRESETS)}) or a folder with a config.json, got {name!r}")
     config = hf.AutoConfig.from_pretrained(name, local_files_only=True)
     architecture = getattr(hf, (config.architectures or ["none"])[0], None)
     if architecture is None:

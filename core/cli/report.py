@@ -19,14 +19,10 @@ def results(every: list[Result]) -> None:
     for result in every:
         _result(console, result)
     if any(result.device == "cpu" for result in every):
-        console.print(
-            "On a CPU ReplaySSM runs in plain torch: bytes are the same as on a GPU, times say nothing about one."
-        )
+        console.print("On a CPU ReplaySSM runs in plain torch: bytes are the same as on a GPU, times say nothing about one.")
     tokens = sum(result.new_tokens * len(result.text) for result in every)
     same = sum(result.identical for result in every)
-    console.print(
-        f"{tokens} tokens generated; {same} of {len(every)} models: tokens identical with and without ReplaySSM"
-    )
+    console.print(f"{tokens} tokens generated; {same} of {len(every)} models: tokens identical with and without ReplaySSM")
 
 
 def _result(console: Console, result: Result) -> None:

@@ -14,7 +14,21 @@ BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _conv_kernel(plan, layer, x, weight, bias, ring, out, C, R: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _conv_kernel(
+    plan,
+    layer,
+    x,
+    weight,
+    bias,
+    ring,
+    out,
+    C,
+    R: tl.constexpr,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     NC = tl.cdiv(C, BLOCK)
     i_b = tl.program_id(0) // NC
     o_c = tl.program_id(0) % NC * BLOCK + tl.arange(0, BLOCK)
@@ -39,14 +53,30 @@ def _conv_kernel(plan, layer, x, weight, bias, ring, out, C, R: tl.constexpr, TA
         tl.store(token(out, first + i_t, 0) + o_c, y.to(out.ptr.dtype.element_ty), mask=m_c)
     for i_t in range(t):
         here = tl.load(token(x, first + i_t, 0) + o_c, mask=m_c, other=0.0)
-        tl.store(at(ring, layer, slot, 0) + wrap(append + i_t, R) * ring.row + o_c, here.to(ring.ptr.dtype.element_ty), mask=m_c)
+        tl.store(
+            at(ring, layer, slot, 0) + wrap(append + i_t, R) * ring.row + o_c, here.to(ring.ptr.dtype.element_ty), mask=m_c
+        )
 
 
-def conv(plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Rows, out: Tensor, R: int, silu: bool) -> None:
+def conv(
+    plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Rows, out: Tensor, R: int, silu: bool
+) -> None:
     """out [N, C] of the step's inputs x [N, C]; appends x to the ring. weight [C, taps], bias [C], both contiguous."""
     C, taps = weight.shape
     grid = (plan.shape[0] * triton.cdiv(C, BLOCK),)
     with on_device(plan):
         _conv_kernel[grid](
-            plan, layer, tokens(x[:, None]), weight, bias, ring, tokens(out[:, None]), C, R=R, TAPS=taps, SILU=silu, WIDTH=PLAN_WIDTH, BLOCK=BLOCK
+            plan,
+            layer,
+            tokens(x[:, None]),
+            weight,
+            bias,
+            ring,
+            tokens(out[:, None]),
+            C,
+            R=R,
+            TAPS=taps,
+            SILU=silu,
+            WIDTH=PLAN_WIDTH,
+            BLOCK=BLOCK,
         )

@@ -19,7 +19,20 @@ BLOCK = 128
 
 
 @triton.jit
-def _plan_kernel(slots, t, force, cu_seqlens, plan, cursors, B, T: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _plan_kernel(
+    slots,
+    t,
+    force,
+    cu_seqlens,
+    plan,
+    cursors,
+    B,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i_b = tl.arange(0, BLOCK)  # one program: the order of rows is a sum over all of them
     m_b = i_b < B
     slot = tl.load(slots + i_b, mask=m_b, other=-1).to(tl.int64)
@@ -96,15 +109,35 @@ def _folded_kernel(slots, cursors, B, R: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def plan(
-    slots: Tensor, t: Tensor | None, force: Tensor | None, cu_seqlens: Tensor | None, cursors: Cursors, out: Tensor, T: int, W: int, R: int
+    slots: Tensor,
+    t: Tensor | None,
+    force: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cursors: Cursors,
+    out: Tensor,
+    T: int,
+    W: int,
+    R: int,
 ) -> None:
     """Write a plan row per batch row into ``out`` [B, len(PLAN)] and mark the slots pending."""
     B = slots.shape[0]
     block = triton.next_power_of_2(B)
     with on_device(slots):
         _plan_kernel[(1,)](
-            slots, t, force, cu_seqlens, out, cursors, B, T=T, W=W, R=R, WIDTH=PLAN_WIDTH, BLOCK=block, num_warps=min(16, max(1, block // 128))
-        )  # fmt: skip
+            slots,
+            t,
+            force,
+            cu_seqlens,
+            out,
+            cursors,
+            B,
+            T=T,
+            W=W,
+            R=R,
+            WIDTH=PLAN_WIDTH,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 128)),
+        )
 
 
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:

@@ -1,7 +1,7 @@
 """One token per row: outputs from checkpoint and ring, the new record appended, the ring folded first where the plan says so.
 
-    P(x) = S0 (E(0,t) * x) + sum_j u_j (k_j^T (E(j,t) * x))
-    u_t = beta_t (v_t - [DELTA] P(k_t)),  o_t = P(q_t) + u_t (k_t^T q_t)
+P(x) = S0 (E(0,t) * x) + sum_j u_j (k_j^T (E(j,t) * x))
+u_t = beta_t (v_t - [DELTA] P(k_t)),  o_t = P(q_t) + u_t (k_t^T q_t)
 """
 
 from __future__ import annotations
@@ -16,8 +16,22 @@ from ..layout import Buffers, Layout
 from .arguments import Inputs, Weights, dims, on_device, tokens
 from .formats import load_state, store_state
 from .recurrence import (
-    G_FLOOR, at, decayed, dot, fold, inverse_norm, load_beta, load_chunks, load_g, load_ring, load_scalars, readout, scaled, store_chunks,
-    token, wrap,
+    G_FLOOR,
+    at,
+    decayed,
+    dot,
+    fold,
+    inverse_norm,
+    load_beta,
+    load_chunks,
+    load_g,
+    load_ring,
+    load_scalars,
+    readout,
+    scaled,
+    store_chunks,
+    token,
+    wrap,
 )  # fmt: skip
 
 
@@ -119,7 +133,9 @@ def emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _decode_kernel(plan, layer, x, w, pool, out, d, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr):
+def _decode_kernel(
+    plan, layer, x, w, pool, out, d, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr
+):
     i_s = tl.program_id(0) % SPLIT
     i_h = tl.program_id(0) // SPLIT % d.H
     i_g = i_h // (d.H // d.G)
@@ -130,9 +146,10 @@ def _decode_kernel(plan, layer, x, w, pool, out, d, WIDTH: tl.constexpr, BLOCK_V
     slot, start, count = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 1), tl.load(p_plan + 2)
     live, flush, append, n = tl.load(p_plan + 3) > 0, tl.load(p_plan + 4) > 0, tl.load(p_plan + 5), tl.load(p_plan + 6)
     if (live | flush) == 0:
-        if tl.load(p_plan + 7) > 0:
+        for i in range(tl.load(p_plan + 7)):  # rows that the batch row owns and no token fills
             for i_v in range(NV):
-                tl.store(token(out, n, i_h) + tile_v + i_v * BLOCK_V, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
+                p_o = token(out, n + i, i_h) + tile_v + i_v * BLOCK_V
+                tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
         return
 
     q, k = load_chunks(token(x.q, n, i_g), live, d), load_chunks(token(x.k, n, i_g), live, d)

@@ -15,7 +15,9 @@ from .recurrence import at, fold
 
 
 @triton.jit
-def _materialize_kernel(source, from_slots, pool, cursors, n, target, to_slots, A, d, B, FOLD: tl.constexpr, BLOCK_V: tl.constexpr):
+def _materialize_kernel(
+    source, from_slots, pool, cursors, n, target, to_slots, A, d, B, FOLD: tl.constexpr, BLOCK_V: tl.constexpr
+):
     NV: tl.constexpr = d.V // BLOCK_V
     i_h = tl.program_id(0) // NV % d.H
     i_b = tl.program_id(0) // NV // d.H % B

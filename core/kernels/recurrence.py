@@ -81,11 +81,30 @@ def scaled(x, r, d):
 
 
 @triton.jit
+def exp(x):
+    """e^x = 2^n e^r for x <= 88, to an ulp. The hardware's 2^x is off by up to 2^-22, which a state would accumulate.
+
+    Source: Cephes' expf, a polynomial of degree 6 on |r| <= ln(2) / 2.
+    """
+    x = tl.maximum(x, -104.0, propagate_nan=tl.PropagateNan.ALL)  # below, and for -inf: 0
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    p = (((1.9875691500e-4 * r + 1.3981999507e-3) * r + 8.3334519073e-3) * r + 4.1665795894e-2) * r + 1.6666665459e-1
+    return ((p * r + 0.5) * (r * r) + r + 1.0) * tl.exp2(n)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), its exponent kept in exp's range."""
+    return tl.math.div_rn(1.0, 1.0 + exp(tl.minimum(-x, 88.0, propagate_nan=tl.PropagateNan.ALL)))
+
+
+@triton.jit
 def decayed(x, g, d):
     """x * exp(g), g per channel or per head."""
     y = ()
     for i_k in tl.static_range(d.K // d.BLOCK_K):
-        y += (x[i_k] * (tl.exp(g[i_k]) if d.PER_CHANNEL else tl.exp(g)),)
+        y += (x[i_k] * (exp(g[i_k]) if d.PER_CHANNEL else exp(g)),)
     return y
 
 
@@ -94,15 +113,15 @@ def inverse_norm(x, d):
     """1 / sqrt(|x|^2 + eps) where the family normalises, else 1."""
     r = 1.0
     if d.NORMALIZE:
-        r = tl.rsqrt(dot(x, x, d) + d.EPS)
+        r = tl.math.div_rn(1.0, tl.math.sqrt_rn(dot(x, x, d) + d.EPS))
     return r
 
 
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)) = max(x, 0) + log(1 + y), y = exp(-|x|), as 2 atanh(y / (2 + y)); x above 20."""
-    y = tl.exp(-tl.abs(x))
-    s = y / (2.0 + y)  # 1 + y would round a small beta's digits away: 5e-5 of it at softplus(x) = 1e-3
+    y = exp(-tl.abs(x))
+    s = tl.math.div_rn(y, 2.0 + y)  # 1 + y would round a small beta's digits away: 5e-5 of it at softplus(x) = 1e-3
     series = s * 0.0
     for i in tl.static_range(8):
         series = series * s * s + 1.0 / (15 - 2 * i)
@@ -120,13 +139,13 @@ def load_beta(x, w, d, n, i_h, live):
                 beta += tl.load(w.dt_bias + i_h).to(tl.float32)
             beta = softplus(beta)
         if d.BETA == "sigmoid":
-            beta = tl.sigmoid(beta)
+            beta = sigmoid(beta)
     return beta
 
 
 @triton.jit
 def gate(a, w, d, i_h, o_g):
-    """g of raw inputs a: A softplus(a + dt_bias), lower_bound sigmoid(-A (a + dt_bias)) or a itself; o_g: offsets in dt_bias."""
+    """g of raw inputs a, o_g their offsets in dt_bias: A softplus(a + dt_bias), lower_bound sigmoid(-A (a + dt_bias)) or a."""
     if d.DECAY != "ready":
         if w.dt_bias is not None:
             a += tl.load(w.dt_bias + o_g).to(tl.float32)
@@ -134,7 +153,7 @@ def gate(a, w, d, i_h, o_g):
         if d.DECAY == "softplus":
             a = A * softplus(a)
         else:
-            a = d.LOWER_BOUND * tl.sigmoid(-A * a)
+            a = d.LOWER_BOUND * sigmoid(-A * a)
     return a
 
 
@@ -170,7 +189,7 @@ def load_scalars(ring, d, layer, slot, i_h, start, n):
 
 @triton.jit
 def record(pool, A, d, layer, slot, i_h, row, live, o_v):
-    """What came in with a ring row's token, as stored: k, v [BV], beta and g (its factor A where derived); zeros unless live."""
+    """What came in with a ring row's token, as stored: k, v [BV], beta, g (its factor A where derived); zeros unless live."""
     k = load_stored(at(pool.k, layer, slot, i_h // (d.H // d.G)) + row * pool.k.row, live, d)
     v = tl.load(at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v, mask=live, other=0.0)
     beta = 1.0

@@ -102,9 +102,7 @@ class ReplayedState:
         return self
 
     def __getattr__(self, name: str):
-        raise AttributeError(
-            f"{name}: this recurrent state is held by ReplaySSM; only a model it is enabled on can use it"
-        )
+        raise AttributeError(f"{name}: this recurrent state is held by ReplaySSM; only a model it is enabled on can use it")
 
 
 def attach(cache: Cache, layer: int, indices: list[int], replay) -> None:
@@ -121,16 +119,12 @@ def attach(cache: Cache, layer: int, indices: list[int], replay) -> None:
     """
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = "an offloading " if getattr(cache, "offloading", False) else ""
-        raise NotImplementedError(
-            f"cache: supported is DynamicCache without offloading, got {kind}{type(cache).__name__}"
-        )
+        raise NotImplementedError(f"cache: supported is DynamicCache without offloading, got {kind}{type(cache).__name__}")
     layers = cache.layers
     if len(layers) <= max(indices) or not all(hasattr(layers[index], "recurrent_states") for index in indices):
         raise ValueError(f"cache: expected DynamicCache(config=model.config), got one with layers {layers}")
     if layers[layer].record_past:
-        raise NotImplementedError(
-            "assisted decoding: a cache that must roll back is not supported; call generate() without it"
-        )
+        raise NotImplementedError("assisted decoding: a cache that must roll back is not supported; call generate() without it")
     if isinstance(layers[layer].recurrent_states[0], ReplayedState):
         return
     shared = replay()

@@ -55,7 +55,7 @@ def enable(
     model: nn.Module,
     window: int = 16,
     backend: str | None = None,
-    u: torch.dtype = torch.float32,
+    u: torch.dtype | None = None,
     state: str = "fp32",
     debug: bool | None = None,
 ) -> Enabled:
@@ -68,7 +68,7 @@ def enable(
         model: a transformers model of a supported class, on one device.
         window: records that a ring holds before it is folded into the checkpoint.
         backend: "triton" or "torch"; None takes triton on CUDA and torch elsewhere.
-        u: dtype of the delta rule's readout helper.
+        u: dtype of the delta rule's readout helper; None takes fp32 for fp32 models and fp16 for others.
         state: the checkpoint's format, "fp32", "bf16" or "fp16".
         debug: check cursors and the order of calls at the price of device reads; None reads REPLAYSSM_DEBUG.
 
@@ -136,9 +136,7 @@ def _mixers(model: nn.Module) -> list[nn.Module]:
     supported = f"supported are models with {', '.join(MIXERS)}"
     mixers = [module for module in model.modules() if type(module).__name__ in MIXERS]
     if not mixers:
-        raise NotImplementedError(
-            f"model: {type(model).__name__} has no recurrent layer that ReplaySSM knows; {supported}"
-        )
+        raise NotImplementedError(f"model: {type(model).__name__} has no recurrent layer that ReplaySSM knows; {supported}")
     if any(_is_ours(mixer) for mixer in mixers):
         raise ValueError(f"model: {type(model).__name__} is enabled already; call disable(model) first")
     if any("forward" in vars(mixer) for mixer in mixers):

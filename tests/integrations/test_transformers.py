@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from itertools import groupby
 
 import pytest
@@ -146,9 +147,7 @@ def test_rows_that_stop_early(name):
     inputs = inputs_of(name, presets.pieces(text[:200], 3))
     tokens, _ = generate(model, inputs, 40)
     end = next(token for token in tokens[1, 5:].tolist() if token not in tokens[0] and token not in tokens[2])
-    (tokens, _), (ours, _) = on_and_off(
-        model, lambda: generate(model, inputs, 40, eos_token_id=end, pad_token_id=presets.PAD)
-    )
+    (tokens, _), (ours, _) = on_and_off(model, lambda: generate(model, inputs, 40, eos_token_id=end, pad_token_id=presets.PAD))
     assert (tokens[1] == presets.PAD).sum() > 0 and (tokens[0] == presets.PAD).sum() == 0
     assert torch.equal(tokens, ours)
 
@@ -218,15 +217,11 @@ def test_mixture_of_experts_variant():
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba2", "glm5-next"])
-def test_triton_kernels(name, monkeypatch):
+def test_triton_kernels(name):
     """Inputs as strided as transformers hands them over, through the kernels (on CPU: Triton's interpreter)."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton")
-    import triton
-
-    if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
-        pytest.skip("kernels were imported without TRITON_INTERPRET=1")
-    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
     model, _ = built(name, device)
     inputs = inputs_of(name, presets.pieces(text[:40], 2), device)
     run = functools.partial(generate, model, inputs, 6)
@@ -366,7 +361,10 @@ def test_readout_helper_formats(name, u):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_bf16_model(name):
-    """Activations in bf16: as near to the fp32 model as the stock bf16 model is, give or take half."""
+    """Activations in bf16: at the median position as near to the fp32 model as the stock bf16 model is, give or take half.
+
+    The median, since a rounding may send a token to another expert, whose logits are then another model's.
+    """
     model, _ = presets.build(name)
     tokens = rows_of_text(name, 2, 100)
     exact = uninterrupted(model, tokens)
@@ -375,7 +373,8 @@ def test_bf16_model(name):
     with enable(model, debug=True) as enabled:
         ours = uninterrupted(model, tokens).float()
     assert enabled.layout.act == torch.bfloat16
-    assert relative(ours, exact) < 1.5 * relative(stock, exact)
+    error, stock_error = ((x - exact).norm(dim=-1).median() for x in (ours, stock))
+    assert error < 1.5 * stock_error
 
 
 # ---- on, off, and what is refused ----------------------------------------------------------------------------------

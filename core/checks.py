@@ -1,0 +1,134 @@
+"""What ReplayState refuses before anything is launched or written; with ``debug``, also what only the device knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cursor import Cursors
+from .layout import ACTIVATIONS, Layout
+
+INTEGERS = (torch.int32, torch.int64)
+FLAGS = (torch.bool, *INTEGERS)
+
+
+def describe(x: Tensor | None) -> str:
+    """Shape and dtype for a message."""
+    return "None" if x is None else f"{list(x.shape)} {x.dtype}"
+
+
+def expect(
+    name: str,
+    x: Tensor,
+    shape: tuple[int | None, ...] | torch.Size,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+    inner: bool = True,
+) -> None:
+    """ValueError unless x has this shape, one of these dtypes, this device and, with ``inner``, a unit inner stride."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tuple(x.shape) != tuple(shape) or x.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {list(shape)} {' or '.join(map(str, dtypes))}, got {describe(x)}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {x.device}")
+    if inner and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")
+
+
+class Checks:
+    """The checks of one ReplayState; each raises ValueError naming the argument, what was expected and what came.
+
+    Args:
+        layout, layers, slots, device, cursors: the state's own.
+        debug: also read slots, counts and cursors off the device.
+    """
+
+    def __init__(self, layout: Layout, layers: int, slots: int, device: torch.device, cursors: Cursors, debug: bool) -> None:
+        self.layout, self.layers, self.most_slots, self.device = layout, layers, slots, device
+        self.cursors, self.debug = cursors, debug
+
+    def slots(self, name: str, slots: Tensor, settled: bool = False, distinct: bool = False) -> int:
+        """The number of rows of a slots argument; ``settled``: none has a step pending, ``distinct``: none stands twice."""
+        expect(name, slots, (slots.numel(),), INTEGERS, self.device)
+        if self.debug:
+            self.debug_slots(name, slots, self.most_slots, distinct)
+            if settled and bool((self.cursors.pending[slots[slots >= 0].long()] % 2 == 1).any()):
+                raise ValueError(f"{name}: expected slots whose step was committed, got {slots.tolist()} with a step pending")
+        return slots.shape[0]
+
+    def debug_slots(self, name: str, slots: Tensor, most: int, distinct: bool) -> None:
+        """Live slots are below ``most``."""
+        live = slots[slots >= 0]
+        if bool((live >= most).any()):
+            raise ValueError(f"{name}: expected slots below {most}, got {slots.tolist()}")
+        if distinct and torch.unique(live).numel() != live.numel():
+            raise ValueError(f"{name}: expected each live slot once, got {slots.tolist()}")
+
+    def debug_plan(self, slots: Tensor, t: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        """Tokens per row and the cursors of the rows' slots are in range."""
+        for name, n in (
+            ("t", None if t is None else t[slots >= 0]),
+            ("cu_seqlens", None if cu_seqlens is None else cu_seqlens.diff()),
+        ):
+            if n is not None and bool(((n < 0) | (n > self.layout.T_max)).any()):
+                raise ValueError(f"{name}: expected 0 ... T_max = {self.layout.T_max} tokens a row, got {n.tolist()}")
+        live = slots[slots >= 0].long()
+        for name, most in (("start", self.layout.R - 1), ("count", self.layout.W)):
+            x = getattr(self.cursors, name)[live]
+            if bool(((x < 0) | (x > most)).any()):
+                raise ValueError(f"cursors.{name}: expected 0 ... {most}, got {x.tolist()} in slots {live.tolist()}")
+
+    def layer(self, layer: int) -> None:
+        """There is such a layer."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer: expected 0 ... {self.layers - 1}, got {layer}")
+
+    def keys(self, keys: Tensor | None, B: int) -> None:
+        """One integer a row."""
+        if keys is not None:
+            expect("keys", keys, (B,), INTEGERS, self.device)
+
+    def n(self, slots: Tensor, n: Tensor | None) -> None:
+        """Record counts of materialize: one integer a row, in debug mode at most the slot's count."""
+        if n is None:
+            return
+        expect("n", n, (slots.shape[0],), INTEGERS, self.device)
+        if self.debug:
+            count = self.cursors.count[slots.long().clamp(min=0)]
+            wrong = ((slots >= 0) & ((n < 0) | (n > count))).nonzero().flatten().tolist()
+            if wrong:
+                raise ValueError(f"n: expected 0 ... count = {int(count[wrong[0]])} in row {wrong[0]}, got {int(n[wrong[0]])}")
+
+    def states(self, name: str, states: Tensor) -> None:
+        """A caller's states [L, B, H, V, K]."""
+        shape = (self.layout.H, self.layout.V, self.layout.K)
+        if states.dim() != 5 or states.shape[2:] != shape:
+            raise ValueError(f"{name}: expected [L, B, H, V, K] with H, V, K = {list(shape)}, got {list(states.shape)}")
+        if states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name}: expected fp32, bf16 or fp16, got {states.dtype}")
+        if states.stride(-1) != 1 or states.stride(-2) != self.layout.K:
+            raise ValueError(f"{name}: expected contiguous [V, K], got strides {states.stride()}")
+        if states.device != self.device:
+            raise ValueError(f"{name}: expected device {self.device}, got {states.device}")
+
+    def step(self, tokens: int | None, x: dict[str, Tensor | None], w: dict[str, Tensor | None]) -> None:
+        """A step's tokens and weights: which are there, their shapes, dtypes and strides."""
+        layout, row = self.layout, self.layout.recurrence
+        v = x["v"]
+        N = v.shape[0] if tokens is None and v is not None else tokens
+        H, G, V, K = layout.H, layout.G, layout.V, layout.K
+        per_head = (H, K) if row.per_channel else (H,)
+        shapes = {"q": (N, G, K), "k": (N, G, K), "v": (N, H, V), "z": (N, H, V), "b": (N, H), "a": (N, *per_head)}
+        has = {"b": row.beta != "one", "a": row.stores_g, "A": row.decay in ("softplus", "safe")}
+        has |= {} if row.biased else {"dt_bias": False}
+        for name, tensor in (*x.items(), *w.items()):
+            wanted = has.get(name, tensor is not None or name in ("q", "k", "v"))
+            shape = shapes.get(name, per_head if name == "dt_bias" else (H,))
+            if wanted != (tensor is not None):
+                expected = f"{list(shape)}" if wanted else "None"
+                raise ValueError(f"{name}: expected {expected} for {row.name}, got {describe(tensor)}")
+            if tensor is not None:
+                kind = layout.act if name in ("q", "k", "v", "z") else torch.float32 if name == "A" else ACTIVATIONS
+                expect(name, tensor, shape, kind, self.device)
+                if name in w and not tensor.is_contiguous():
+                    raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")

@@ -108,7 +108,7 @@ def wrong_tensors():
     yield "kda", "g", lambda x: x[..., :1], r"expected \[2, 3, 2, 11, 32\] torch.float32, got \[2, 3, 2, 11, 1\]"
 
 
-@pytest.mark.parametrize("family, name, change, message", wrong_tensors())
+@pytest.mark.parametrize("family, name, change, message", list(wrong_tensors()))
 def test_check_refuses_by_name(family, name, change, message):
     layout = small(FAMILY[family])
     buffers = layout.allocate(LAYERS, SLOTS, "cpu")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from .layout import Layout
 
 
@@ -23,6 +25,11 @@ class Launch:
     warps: int = 1
     stages: int = 3
     SPLIT: int = 1
+
+
+def dot_precision() -> str:
+    """How fp32 products reach fp32's accuracy: three tf32 products on NVIDIA's tensor cores, plain fp32 on AMD."""
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def _divisor(n: int, most: int) -> int:
@@ -47,3 +54,9 @@ def decode(layout: Layout, B: int) -> Launch:
 def materialize(layout: Layout) -> Launch:
     """The launch of fold, materialize and load."""
     return Launch(_divisor(layout.V, 16), _divisor(layout.K, 64))
+
+
+@lru_cache(maxsize=1024)
+def verify(layout: Layout, B: int) -> Launch:
+    """The launch of a step of more than one token per row; not measured yet."""
+    return Launch(_divisor(layout.V, 16), _divisor(layout.K, 64), warps=4)

@@ -72,13 +72,12 @@ def step(
     if backend == "torch":
         eager.step(plan, layer, **x, **w, buffers=buffers, out=out, T=T, layout=layout)
         return
-    if T > 1:
-        raise NotImplementedError(
-            f"T: the triton backend decodes one token per row and step, got {T}; backend 'torch' takes up to T_max"
-        )
     inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))
-    record = launch.decode(layout, plan.shape[0])
-    kernels.decode.decode(plan, layer, inputs, Weights(**w), pool or arguments.pool(buffers), out, layout, record)
+    weights, pool, B = Weights(**w), pool or arguments.pool(buffers), plan.shape[0]
+    if T <= 1:
+        kernels.decode.decode(plan, layer, inputs, weights, pool, out, layout, launch.decode(layout, B))
+    else:
+        kernels.verify.verify(plan, layer, inputs, weights, pool, out, T, layout, launch.verify(layout, B))
 
 
 def conv(

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 sys.path.insert(0, __file__.rsplit("/", 2)[0])
 
-from replayssm import Conv, cursor, ops
+from replayssm import Conv, cursor, kernels, ops
 from tests import cases
 
 
@@ -37,7 +37,7 @@ def compile_launch(kernel: JITFunction, target: GPUTarget, args: tuple, kwargs: 
 
 
 def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]]:
-    """Every launch of a decode step, a commit, fold, materialize, load and convolution of this case."""
+    """Every launch of a decode and a verify step, a commit, fold, materialize, load and convolution of this case."""
     layout = case.layout(conv=Conv(64), **kwargs)
     generator = torch.Generator().manual_seed(0)
     w = cases.weights(layout, generator)
@@ -55,6 +55,7 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
     try:
         ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton")
         ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
+        ops.step(rows, 1, x, w, buffers, out, layout.T_max, layout, "triton")
         ops.conv(rows, 1, lines, torch.zeros(64, 4), None, buffers.conv, lines.clone(), 1, True, layout, "triton")
         ops.commit(rows, None, cursors, layout, "triton")
         ops.commit(rows, slots, cursors, layout, "triton")
@@ -68,8 +69,10 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
 
 def main(target_name: str, names: list[str]) -> None:
     """Compile all variants of the named cases (default: all) for the target."""
+    if not target_name.startswith("sm_"):
+        kernels.verify.dot_precision = lambda: "ieee"
     every = [*cases.FAMILY.values(), *cases.READY.values(), *cases.MODELS, *cases.AWKWARD]
-    variants = [{"act": torch.bfloat16}, {"act": torch.float16, "state": "fp16", "u": torch.float16, "W": 32}]
+    variants = [{"act": torch.bfloat16, "W": 6, "T_max": 4}, {"act": torch.float16, "state": "fp16", "W": 32, "T_max": 16}]
     for case in [c for c in every if not names or c.name in names]:
         for variant in variants:
             for kernel, args, kwargs in launches(case, **variant):

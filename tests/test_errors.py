@@ -12,7 +12,7 @@ import torch
 
 from replayssm import Buffers, Conv, ReplayState
 from tests.cases import FAMILY, inputs, weights
-from tests.harness import BACKENDS, DEVICE, GPU
+from tests.harness import DEVICE, GPU
 
 LAYERS, SLOTS, W, T_MAX, C = 2, 4, 3, 2, 8
 META = torch.device("meta")
@@ -379,12 +379,3 @@ def test_triton_on_a_cpu_without_the_interpreter():
     assert ran.returncode == 0, ran.stderr
     message = "backend: triton needs a CUDA device (or TRITON_INTERPRET=1), got cpu; use backend='torch'"
     assert ran.stdout.strip() == message
-
-
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_triton_takes_one_token_a_row(backend):
-    engine = Engine("gdn", False, backend)
-    engine.now = engine.state.plan(engine.slots, t=2)
-    x = inputs(engine.layout, 6, engine.generator, DEVICE)
-    message = "^T: the triton backend decodes one token per row and step, got 2"
-    engine.refuses(NotImplementedError, message, lambda: engine.step(**x))

@@ -76,10 +76,10 @@ class Dims(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def dims(layout: Layout, BLOCK_K: int) -> Dims:
-    """The compile-time half of a layout, with the width of a launch's chunks of K."""
+def dims(layout: Layout, BLOCK_K: int, least_W: int = 1) -> Dims:
+    """The compile-time half of a layout, with the width of a launch's chunks of K and the least padded window it can take."""
     row = layout.recurrence
-    sizes = (layout.H, layout.G, layout.V, layout.K, layout.R, BLOCK_K, triton.next_power_of_2(layout.W))
+    sizes = (layout.H, layout.G, layout.V, layout.K, layout.R, BLOCK_K, max(least_W, triton.next_power_of_2(layout.W)))
     parts = (row.delta, row.per_channel, row.stores_g, row.normalize, row.beta, row.decay)
     return Dims(*(tl.constexpr(x) for x in (*sizes, *parts, row.lower_bound, row.q_scale(layout.K), L2_EPS)))
 

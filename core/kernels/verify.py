@@ -1,0 +1,355 @@
+"""A step of up to T tokens per row in one pass over the checkpoint, chains of drafts: the tile form of decode.
+
+    P(x) = S0 (E(0,i) * x) + sum_j u_j (k_j^T (E(j,i) * x))                over the ring's records j
+    (I + A) U = diag(beta) (V - [DELTA] P(K)),  A_im = beta_i k_i^T (E(m,i) * k_m), m < i         by substitution in fp32
+    o_i = P(q_i) + sum_{m <= i} F_im u_m,       F_im = q_i^T (E(m,i) * k_m)
+
+A later token never reaches an earlier row: what it holds, NaN included, is left out there, not multiplied by zero. Decode has a
+kernel of its own, since a matrix product has at least 16 columns; its vector form unrolled over tokens is no substitute for
+this one: at T = 8 it took 46 s (GDN) to 143 s (KDA) to compile for sm_90 and spilled 2 to 3 KB a thread.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cursor import PLAN_WIDTH
+from ..launch import Launch, dot_precision
+from ..layout import Buffers, Layout
+from .arguments import Inputs, Weights, dims, on_device, tokens
+from .formats import load_state, store_state
+from .recurrence import G_FLOOR, at, exp, fold, gate, load_ring, load_scalars, sigmoid, softplus, token, wrap
+
+
+@triton.jit
+def rows_of(x, d, n, i_h, m_t, o_t):
+    """The tokens' rows of K as chunks [T, BK] in fp32, zeros in the masked ones."""
+    p = token(x, n, i_h) + o_t[:, None] * x.token
+    y = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
+        y += (tl.load(p + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32),)
+    return y
+
+
+@triton.jit
+def inner(x, y, d):
+    """x_i^T y_i of rows in chunks: [T]."""
+    total = x[0] * y[0]
+    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
+        total += x[i_k] * y[i_k]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def times(x, r, d):
+    """Rows in chunks times r [T]."""
+    y = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y += (x[i_k] * r[:, None],)
+    return y
+
+
+@triton.jit
+def inverse_norms(x, d):
+    """1 / sqrt(|x_i|^2 + eps) per row, for families that normalise."""
+    return tl.math.div_rn(1.0, tl.math.sqrt_rn(inner(x, x, d) + d.EPS))
+
+
+@triton.jit
+def betas(x, w, d, n, i_h, m_t, o_t):
+    """beta of the tokens: [T], 0 in the masked ones."""
+    beta = m_t.to(tl.float32)
+    if d.BETA != "one":
+        b = tl.load(token(x.b, n, i_h) + o_t * x.b.token, mask=m_t, other=0.0).to(tl.float32)
+        if d.BETA == "softplus":
+            if w.dt_bias is not None:
+                b += tl.load(w.dt_bias + i_h).to(tl.float32)
+            b = softplus(b)
+        if d.BETA == "sigmoid":
+            b = sigmoid(b)
+        beta = tl.where(m_t, b, 0.0)
+    return beta
+
+
+@triton.jit
+def decays(x, w, d, n, i_h, m_t, o_t, beta):
+    """g of the tokens, 0 in the masked ones: chunks [T, BK] per channel, else [T]."""
+    if d.DECAY == "derived":
+        return tl.load(w.A + i_h).to(tl.float32) * beta
+    elif d.PER_CHANNEL:
+        a, g = rows_of(x.a, d, n, i_h, m_t, o_t), ()
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            o_g = i_h * d.K + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)[None, :]
+            g += (tl.where(m_t[:, None], gate(a[i_k], w, d, i_h, o_g), 0.0),)
+        return g
+    else:
+        a = tl.load(token(x.a, n, i_h) + o_t * x.a.token, mask=m_t, other=0.0).to(tl.float32)
+        return tl.where(m_t, gate(a, w, d, i_h, i_h), 0.0)
+
+
+@triton.jit
+def cumulative(pool, d, layer, slot, i_h, start, count, g):
+    """Cumulative decay up to each token: the ring's after its newest record (0 for an empty ring) plus the step's own."""
+    if d.STORES_G:
+        p_gsum = at(pool.gsum, layer, slot, i_h) + wrap(start + tl.maximum(count, 1) - 1, d.R) * pool.gsum.row
+        if d.PER_CHANNEL:
+            c = ()
+            for i_k in tl.static_range(d.K // d.BLOCK_K):
+                o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
+                newest = tl.load(p_gsum + o_k, mask=count > 0, other=0.0)
+                c += (newest[None, :] + tl.cumsum(tl.maximum(g[i_k], G_FLOOR), 0),)
+            return c
+        else:
+            return tl.load(p_gsum, mask=count > 0, other=0.0) + tl.cumsum(tl.maximum(g, G_FLOOR), 0)
+    else:
+        return tl.cumsum(g, 0)
+
+
+@triton.jit
+def column(x, m_m, d):
+    """The one row of chunks that m_m [T, 1] marks: chunks [BK]; what other rows hold is not multiplied, only left out."""
+    y = ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y += (tl.sum(tl.where(m_m, x[i_k], 0.0), 0),)
+    return y
+
+
+@triton.jit
+def window(q, k, c, beta, d, t, TP: tl.constexpr):
+    """How the step's tokens see each other: F [T, T], rows the outputs, and X = (I + A)^-1 diag(beta) by substitution.
+
+    One token m at a time, all later rows at once: E(m,i) is exp(c_i - c_m), never a quotient of two exponentials.
+    """
+    o_t = tl.arange(0, TP)
+    F = tl.zeros([TP, TP], tl.float32)
+    A = tl.zeros([TP, TP], tl.float32)
+    for m in range(t):
+        m_m = (o_t == m)[:, None]
+        k_m, f, a = column(k, m_m, d), tl.zeros([TP, d.BLOCK_K], tl.float32), tl.zeros([TP, d.BLOCK_K], tl.float32)
+        if d.PER_CHANNEL:
+            c_m = column(c, m_m, d)
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            k_i = k_m[i_k][None, :]
+            if d.PER_CHANNEL:
+                k_i = k_i * tl.exp(tl.minimum(c[i_k] - c_m[i_k][None, :], 0.0))
+            f += q[i_k] * k_i
+            if d.DELTA:
+                a += k[i_k] * k_i
+        f_m, a_m = tl.sum(f, 1), tl.sum(a, 1)
+        if not d.PER_CHANNEL:
+            E = tl.exp(tl.minimum(c - tl.sum(tl.where(o_t == m, c, 0.0), 0), 0.0))
+            f_m, a_m = f_m * E, a_m * E
+        F = tl.where((o_t[None, :] == m) & (o_t[:, None] >= m), f_m[:, None], F)
+        A = tl.where((o_t[None, :] == m) & (o_t[:, None] > m), (beta * a_m)[:, None], A)
+    X = tl.where(o_t[:, None] == o_t[None, :], beta[:, None], 0.0)
+    if d.DELTA:
+        for i in range(1, t):  # X_i = beta_i e_i - sum_{m < i} A_im X_m
+            A_i = tl.sum(tl.where((o_t == i)[:, None], A, 0.0), 0)
+            X_i = tl.sum(tl.where((o_t < i)[:, None], A_i[:, None] * X, 0.0), 0)
+            X = tl.where((o_t == i)[:, None], X - X_i[None, :], X)
+    return F, X
+
+
+@triton.jit
+def history(q, k, c, w, pool, d, layer, slot, i_h, start, count, t, TP: tl.constexpr):
+    """The ring's records' weights in P(q_i) and P(k_i), [W, T], and E(0,i) [T] of one g per head.
+
+    k_j^T (E(j,i) * x_i), times beta_j where the ring holds v instead of u. One token at a time.
+    """
+    i_g = i_h // (d.H // d.G)
+    o_t, o_j = tl.arange(0, TP), tl.arange(0, d.W_PAD)
+    m_j, row_j = (o_j < count)[:, None], wrap(start + o_j, d.R)[:, None]
+    w_q, w_k = tl.zeros([d.W_PAD, TP], tl.float32), tl.zeros([d.W_PAD, TP], tl.float32)
+    for i in range(t):
+        q_i, k_i = column(q, (o_t == i)[:, None], d), column(k, (o_t == i)[:, None], d)
+        a_q, a_k = tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32), tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32)
+        if d.PER_CHANNEL:
+            c_i = column(c, (o_t == i)[:, None], d)
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)[None, :]
+            k_j = tl.load(at(pool.k, layer, slot, i_g) + row_j * pool.k.row + o_k, mask=m_j, other=0.0).to(tl.float32)
+            if d.PER_CHANNEL:
+                gsum_j = tl.load(at(pool.gsum, layer, slot, i_h) + row_j * pool.gsum.row + o_k, mask=m_j, other=0.0)
+                k_j *= tl.exp(c_i[i_k][None, :] - gsum_j)
+            a_q += k_j * q_i[i_k][None, :]
+            a_k += k_j * k_i[i_k][None, :]
+        w_q = tl.where((o_t == i)[None, :], tl.sum(a_q, 1)[:, None], w_q)
+        w_k = tl.where((o_t == i)[None, :], tl.sum(a_k, 1)[:, None], w_k)
+    scale = tl.zeros([d.W_PAD], tl.float32) + 1.0
+    if d.NORMALIZE:
+        scale = load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
+    if d.BETA != "one" and not d.DELTA:
+        scale *= load_scalars(pool.beta, d, layer, slot, i_h, start, count)
+    E_j = scale[:, None]
+    if not d.STORES_G:  # exactly: suffix sums of A beta over the records after j
+        A = tl.load(w.A + i_h).to(tl.float32)
+        suffix = tl.cumsum(A * load_scalars(pool.beta, d, layer, slot, i_h, wrap(start + 1, d.R), count - 1), 0, reverse=True)
+        E_j *= tl.exp(suffix[:, None] + c[None, :])
+        c += tl.sum(A * load_scalars(pool.beta, d, layer, slot, i_h, start, count), 0)
+    elif not d.PER_CHANNEL:
+        gsum_j = load_scalars(pool.gsum, d, layer, slot, i_h, start, count)
+        E_j *= tl.exp(tl.minimum(c[None, :] - gsum_j[:, None], 0.0))
+    return w_q * E_j, w_k * E_j, c
+
+
+@triton.jit
+def append_records(pool, d, layer, slot, i_h, append, m_t, o_t, k, rk, beta, g, c):
+    """The parts of the records that no tile of V owns: k and 1/|k| by the group's first head; beta, g and its sum by each."""
+    heads = d.H // d.G
+    row = wrap(append + o_t, d.R)
+    if i_h % heads == 0:
+        i_g = i_h // heads
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
+            p_k = at(pool.k, layer, slot, i_g) + row[:, None] * pool.k.row + o_k[None, :]
+            tl.store(p_k, k[i_k].to(pool.k.ptr.dtype.element_ty), mask=m_t[:, None])
+        if d.NORMALIZE:
+            tl.store(at(pool.rnorm, layer, slot, i_g) + row * pool.rnorm.row, rk, mask=m_t)
+    if d.BETA != "one":
+        tl.store(at(pool.beta, layer, slot, i_h) + row * pool.beta.row, beta, mask=m_t)
+    if d.STORES_G:
+        p_g = at(pool.g, layer, slot, i_h) + row * pool.g.row
+        p_gsum = at(pool.gsum, layer, slot, i_h) + row * pool.gsum.row
+        if d.PER_CHANNEL:
+            for i_k in tl.static_range(d.K // d.BLOCK_K):
+                o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
+                tl.store(p_g[:, None] + o_k[None, :], g[i_k], mask=m_t[:, None])
+                tl.store(p_gsum[:, None] + o_k[None, :], c[i_k], mask=m_t[:, None])
+        else:
+            tl.store(p_g, g, mask=m_t)
+            tl.store(p_gsum, c, mask=m_t)
+
+
+@triton.jit
+def readouts(s, x, d, PRECISION: tl.constexpr):
+    """s x_i of a state tile and rows in chunks: [BV, T]."""
+    p = tl.dot(s[0], tl.trans(x[0]), input_precision=PRECISION)
+    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
+        p += tl.dot(s[i_k], tl.trans(x[i_k]), input_precision=PRECISION)
+    return p
+
+
+@triton.jit
+def causal(x, M, t, TP: tl.constexpr):
+    """sum_{m <= i} M_im x_m for each row of V: x [BV, T], M [T, T]."""
+    o_t = tl.arange(0, TP)
+    y = tl.zeros_like(x)
+    for m in range(t):
+        x_m = tl.sum(tl.where((o_t == m)[None, :], x, 0.0), 1)
+        M_m = tl.sum(tl.where((o_t == m)[None, :], M, 0.0), 1)
+        y += tl.where((o_t >= m)[None, :], x_m[:, None] * M_m[None, :], 0.0)
+    return y
+
+
+@triton.jit
+def emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k, TP: tl.constexpr):
+    """The tokens' u and outputs for a tile of V, stored; raw v and u appended to the ring. P(Q), P(K): [BV, T]."""
+    o_t = tl.arange(0, TP)
+    m_t = o_t < t
+    v = tl.load(token(x.v, n, i_h) + o_t[None, :] * x.v.token + o_v[:, None], mask=m_t[None, :], other=0.0).to(tl.float32)
+    u = causal(v - p_k, X, t, TP)
+    o = p_q + causal(u, F, t, TP)
+    if w.D is not None:
+        o += tl.load(w.D + i_h).to(tl.float32) * v
+    if x.z is not None:
+        p_z = token(x.z, n, i_h) + o_t[None, :] * x.z.token + o_v[:, None]
+        z = tl.load(p_z, mask=m_t[None, :], other=0.0).to(tl.float32)
+        o *= z * tl.sigmoid(z)
+    p_o = token(out, n, i_h) + o_t[None, :] * out.token + o_v[:, None]
+    tl.store(p_o, o.to(out.ptr.dtype.element_ty), mask=m_t[None, :])
+    row = wrap(append + o_t, d.R)[None, :]
+    p_v = at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v[:, None]
+    tl.store(p_v, v.to(pool.v.ptr.dtype.element_ty), mask=m_t[None, :])
+    if d.DELTA:
+        if pool.u.ptr.dtype.element_ty == tl.float16:  # saturate: a helper's overflow must not become an infinity
+            u = tl.clamp(u, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        p_u = at(pool.u, layer, slot, i_h) + row * pool.u.row + o_v[:, None]
+        tl.store(p_u, u.to(pool.u.ptr.dtype.element_ty), mask=m_t[None, :])
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _verify_kernel(
+    plan,
+    layer,
+    x,
+    w,
+    pool,
+    out,
+    d,
+    WIDTH: tl.constexpr,
+    TP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    i_h = tl.program_id(0) % d.H
+    p_plan = plan + tl.load(plan + tl.program_id(0) // d.H * WIDTH + 9) * WIDTH
+    i_g = i_h // (d.H // d.G)
+    slot, start, count = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 1), tl.load(p_plan + 2)
+    t, flush, append, n = tl.load(p_plan + 3), tl.load(p_plan + 4) > 0, tl.load(p_plan + 5), tl.load(p_plan + 6)
+    for i in range(t, tl.load(p_plan + 7)):  # rows that the batch row owns and no token fills
+        for o in range(0, d.V, BLOCK_V):
+            p_o = token(out, n + i, i_h) + o + tl.arange(0, BLOCK_V)
+            tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
+    if ((t > 0) | flush) == 0:
+        return
+
+    o_t = tl.arange(0, TP)
+    m_t = o_t < t
+    q, k = rows_of(x.q, d, n, i_g, m_t, o_t), rows_of(x.k, d, n, i_g, m_t, o_t)
+    rq, rk = tl.zeros([TP], tl.float32) + 1.0, tl.zeros([TP], tl.float32) + 1.0
+    if d.NORMALIZE:
+        rq, rk = inverse_norms(q, d), inverse_norms(k, d)
+    beta = betas(x, w, d, n, i_h, m_t, o_t)
+    g = decays(x, w, d, n, i_h, m_t, o_t, beta)
+    c = cumulative(pool, d, layer, slot, i_h, start, tl.where(flush, 0, count), g)
+    append_records(pool, d, layer, slot, i_h, append, m_t, o_t, k, rk, beta, g, c)
+    q, k = times(q, rq * d.SCALE, d), times(k, rk, d)
+    F, X = window(q, k, c, beta, d, t, TP)
+
+    live = tl.where(flush, 0, count)
+    w_q, w_k, c = history(q, k, c, w, pool, d, layer, slot, i_h, start, live, t, TP)
+    E = tl.zeros([TP], tl.float32) + 1.0
+    if d.PER_CHANNEL:
+        q_0, k_0 = (), ()
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            q_0 += (q[i_k] * exp(c[i_k]),)
+            k_0 += (k[i_k] * exp(c[i_k]),)
+        q, k = q_0, k_0
+    else:
+        E = exp(c)
+    for o in range(0, d.V, BLOCK_V):
+        o_v = o + tl.arange(0, BLOCK_V)
+        s = load_state(at(pool.state, layer, slot, i_h), o_v, d)
+        if flush:
+            s = fold(s, pool, w.A, d, layer, slot, i_h, start, count, o_v)
+            store_state(at(pool.state, layer, slot, i_h), o_v, s, d)
+        u_j = load_ring(pool.u if d.DELTA else pool.v, d, layer, slot, i_h, start, live, o_v)  # [BV, W]
+        p_q = readouts(s, q, d, PRECISION) * E[None, :] + tl.dot(u_j, w_q, input_precision=PRECISION)
+        p_k = tl.zeros_like(p_q)
+        if d.DELTA:
+            p_k = readouts(s, k, d, PRECISION) * E[None, :] + tl.dot(u_j, w_k, input_precision=PRECISION)
+        emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k, TP)
+
+
+def verify(
+    plan: Tensor, layer: int, x: Inputs, w: Weights, pool: Buffers, out: Tensor, T: int, layout: Layout, launch: Launch
+) -> None:
+    """One step of one layer, T <= 16 tokens per row at most: reads plan rows, writes ``out`` [N, H, V] and the pool."""
+    with on_device(plan):
+        _verify_kernel[(plan.shape[0] * layout.H,)](
+            plan,
+            layer,
+            x,
+            w,
+            pool,
+            tokens(out),
+            dims(layout, launch.BLOCK_K, least_W=16),  # a matrix product has at least 16 of everything
+            WIDTH=PLAN_WIDTH,
+            TP=max(16, 1 << (T - 1).bit_length()),
+            BLOCK_V=launch.BLOCK_V,
+            PRECISION=dot_precision(),
+            num_warps=launch.warps,
+        )

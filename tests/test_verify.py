@@ -1,0 +1,281 @@
+"""Steps of several tokens per row, chains of drafts: outputs, states and cursors against the oracle of the ring contract."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from replayssm import Conv, ReplayState, reference
+from tests.cases import AWKWARD, FAMILY, MODELS, READY, inputs, weights
+from tests.harness import BACKENDS, DEVICE, GPU, relative_worst
+
+SMALL = [*FAMILY.values(), *READY.values()]
+BOUND = 3e-5  # worst element over the rms: fp32 sums of up to 256 products and a window of 16 tokens
+
+
+class Speculation:
+    """Requests that take several tokens a step, in a ReplayState and in the fp64 ring; NaN wherever nothing may be read."""
+
+    def __init__(self, case, backend: str, slots: list[int], W: int, T: int, seed: int = 0, **kwargs):
+        self.layout = case.layout(W=W, T_max=T, **kwargs)
+        self.live, self.T, self.random = slots, T, random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        w = weights(self.layout, self.generator)
+        derived = self.layout.recurrence.decay == "derived"
+        A = w["A"][None].to(DEVICE) if derived else None
+        total = max(slots) + 2
+        self.state = ReplayState(self.layout, 1, total, DEVICE, backend, A=A, max_rows=total + 4, debug=True)
+        self.weights = {name: x if x is None else x.to(DEVICE) for name, x in w.items() if not (derived and name == "A")}
+        self.ring = reference.Ring(self.layout.recurrence, W, self.layout.R, **w)
+        for x in self.state.buffers:
+            if x is not None:
+                x.fill_(float("nan"))
+        H, V, K = self.layout.H, self.layout.V, self.layout.K
+        initial = torch.randn(len(slots), H, V, K, generator=self.generator) * K**-0.5
+        self.state.load(self.tensor(slots), initial[None].to(DEVICE))
+        for slot, one in zip(slots, initial, strict=True):
+            self.ring.load(slot, one)
+
+    def tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    def draw(self, rows: int, t: list[int]) -> dict[str, Tensor]:
+        """Padded tokens [rows T, ...], NaN beyond each row's t."""
+        x = inputs(self.layout, rows * self.T, self.generator)
+        for i, n in enumerate(t):
+            for one in x.values():
+                one[i * self.T + n : (i + 1) * self.T] = float("nan")
+        return x
+
+    def step(self, slots, t, accepted, force=None, x=None, packed: bool = False) -> Tensor:
+        """One step; returns padded outputs [rows T, H, V] after checking the kept ones against the oracle."""
+        t = [n if slot >= 0 else 0 for slot, n in zip(slots, t, strict=True)]
+        x = self.draw(len(slots), t) if x is None else x
+        forced = None if force is None else self.tensor(force)
+        rows = [i * self.T + j for i, n in enumerate(t) for j in range(n)]
+        if packed:
+            cu_seqlens = self.tensor([sum(t[:i]) for i in range(len(t) + 1)])
+            plan = self.state.plan(self.tensor(slots), force=forced, cu_seqlens=cu_seqlens)
+            given = {name: one[rows].to(DEVICE) for name, one in x.items()}
+        else:
+            plan = self.state.plan(self.tensor(slots), t=self.tensor(t), force=forced)
+            given = {name: one.to(DEVICE) for name, one in x.items()}
+        o = self.state.step(0, plan, **given, **self.weights).cpu()
+        self.state.commit(plan, self.tensor(accepted))
+        self.state.commit(plan, self.tensor(accepted))  # harmless
+        if packed:
+            padded = torch.zeros(len(slots) * self.T, *o.shape[1:], dtype=o.dtype)
+            padded[rows] = o
+            o = padded
+        for i, slot in enumerate(slots):
+            mine = o[i * self.T : (i + 1) * self.T]
+            assert not mine[t[i] :].any(), "rows that no token fills must be zero"
+            if slot < 0:
+                continue
+            tokens = [{name: one[[i * self.T + j]] for name, one in x.items()} for j in range(t[i])]
+            expected = self.ring.step(slot, tokens, bool(force and force[i]))
+            if accepted[i]:
+                error = relative_worst(mine[: accepted[i]], expected[: accepted[i]])
+                assert error < BOUND, f"slot {slot}: output error {error:.2e}"
+            self.ring.commit(slot, accepted[i])
+            cursors, theirs = self.state.cursors, self.ring.slots[slot]
+            assert (int(cursors.start[slot]), int(cursors.count[slot])) == (theirs.start, theirs.count)
+        return o
+
+    def check(self) -> None:
+        """Every request's exact state."""
+        states = self.state.materialize(self.tensor(self.live))[0].cpu()
+        for state, slot in zip(states, self.live, strict=True):
+            error = relative_worst(state, self.ring.materialize(slot))
+            assert error < BOUND, f"slot {slot}: state error {error:.2e}"
+
+    def walk(self, steps: int) -> None:
+        """Random drafts, acceptance, forced flushes, order of rows, padding; padded and packed style in turn."""
+        for i in range(steps):
+            slots = self.random.sample(self.live, self.random.randint(1, len(self.live))) + [-1] * (i % 2)
+            self.random.shuffle(slots)
+            t = [self.random.randint(0, self.T) for _ in slots]
+            accepted = [self.random.randint(0, n) for n in t]
+            force = [int(self.random.random() < 0.1) for _ in slots]
+            self.step(slots, t, accepted, force, packed=i % 3 == 0)
+        self.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_random_speculation(case, T, backend):
+    """Rows of 0 ... T tokens, 0 ... t of them kept, over several windows, W in {T, 16, 32}."""
+    quick = backend == "triton" and not GPU
+    for W in {T} if quick else {T, 16, 32}:
+        Speculation(case, backend, [3, 0], W, T, seed=T).walk(5 if quick else 25)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [*MODELS, *AWKWARD], ids=str)
+def test_every_model(case, backend):
+    """The real V and K of every served model and the awkward ones."""
+    run = Speculation(case, backend, [1], W=5, T=4)
+    for t, accepted in ((4, 2), (3, 3), (2, 1)):
+        run.step([1], [t], [accepted])
+    run.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_rejected_tokens_leave_no_trace(case, backend):
+    """The same plan with other rejected rows, NaN included: kept outputs, cursors and folded states bit for bit the same."""
+    one, other = (Speculation(case, backend, [1], W=6, T=5) for _ in range(2))
+    for t, kept in ((5, 2), (4, 0), (5, 4), (3, 1), (5, 5)):
+        x = one.draw(1, [t])
+        spoiled = {name: x[name].clone() for name in x}
+        for tensor in spoiled.values():
+            tensor[kept:t] = float("nan")
+        assert torch.equal(one.step([1], [t], [kept], x=x)[:kept], other.step([1], [t], [kept], x=spoiled)[:kept])
+    slots = one.tensor([1])
+    assert torch.equal(one.state.materialize(slots), other.state.materialize(slots))
+    one.state.fold(slots)
+    other.state.fold(slots)
+    assert torch.equal(one.state.buffers.state[:, 1], other.state.buffers.state[:, 1])
+    one.ring.fold(1)
+    one.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_decode_and_verify_follow_each_other(case, backend):
+    """Steps of one token through the decode launch and of several through verify share records and state."""
+    run = Speculation(case, backend, [1, 0], W=6, T=3)
+    for i in range(8):
+        if i % 2:
+            run.step([0, 1], [3, 1], [2, 1])
+        else:
+            x = inputs(run.layout, 2, run.generator)
+            plan = run.state.plan(run.tensor([1, 0]), t=1)
+            o = run.state.step(0, plan, **{name: one.to(DEVICE) for name, one in x.items()}, **run.weights).cpu()
+            run.state.commit(plan)
+            for row, slot in enumerate((1, 0)):
+                expected = run.ring.step(slot, [{name: one[[row]] for name, one in x.items()}])
+                run.ring.commit(slot, 1)
+                assert relative_worst(o[[row]], expected) < BOUND
+    run.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_speculation_that_keeps_only_the_first_token_is_plain_decode(case, backend):
+    """Against decode of the kept tokens alone, whose flushes fall on other steps: within the bound, outputs and state."""
+    run, plain = Speculation(case, backend, [0], W=6, T=4), Speculation(case, backend, [0], W=6, T=4)
+    for _ in range(12):
+        x = run.draw(1, [4])
+        o = run.step([0], [4], [1], x=x)
+        plan = plain.state.plan(plain.tensor([0]), t=1)
+        first = {name: one[:1].to(DEVICE) for name, one in x.items()}
+        alone = plain.state.step(0, plan, **first, **plain.weights).cpu()
+        plain.state.commit(plan)
+        assert relative_worst(o[:1], alone) < BOUND
+    slots = run.tensor([0])
+    assert relative_worst(run.state.materialize(slots), plain.state.materialize(slots)) < BOUND
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_nearly_parallel_keys(name, backend):
+    """Sixteen keys a thousandth apart, beta near 1, no decay: the solve's error stays below 1e-5."""
+    run = Speculation(READY[name], backend, [0], W=16, T=16)
+    x = run.draw(1, [16])
+    x["k"] = x["k"][:1] + 1e-3 * x["k"]
+    x["b"] = 1 - 1e-3 * x["b"]
+    x["a"] = x["a"] * 0
+    tokens = [{name: one[[j]] for name, one in x.items()} for j in range(16)]
+    expected = run.ring.step(0, tokens)
+    plan = run.state.plan(run.tensor([0]), t=16)
+    o = run.state.step(0, plan, **{name: one.to(DEVICE) for name, one in x.items()}, **run.weights).cpu()
+    run.state.commit(plan)
+    run.ring.commit(0, 16)
+    assert relative_worst(o, expected) < 1e-5
+    assert relative_worst(run.state.materialize(run.tensor([0]))[0, 0].cpu(), run.ring.materialize(0)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_strong_and_no_decay(name, backend):
+    """g = 0, -5, -20, -1e4 and -inf within one window: no inf, no NaN, oracle-equal."""
+    run = Speculation(READY[name], backend, [0], W=8, T=8)
+    for shift in range(4):
+        x = run.draw(1, [8])
+        for i, g in enumerate((0.0, -5.0, -20.0, -1e4, float("-inf"))):
+            x["a"][(i + shift) % 8] = g
+        run.step([0], [8], [6], x=x)
+    run.check()
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_convolution_rolls_back(T):
+    """The conv-input ring under speculation: rejected inputs leave no trace in later windows (backend torch and kernels)."""
+    for backend in ("torch", "triton") if GPU else ("torch",):
+        layout = FAMILY["gdn"].layout(W=6, T_max=T, conv=Conv(8, 4))
+        state = ReplayState(layout, 1, 1, DEVICE, backend, debug=True)
+        slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        choice, generator = random.Random(1), torch.Generator().manual_seed(1)
+        weight = torch.randn(8, 4, generator=generator)
+        kept = torch.zeros(3, 8)
+        for _ in range(20):
+            t = choice.randint(1, T)
+            x = torch.randn(T, 8, generator=generator)
+            plan = state.plan(slots, t=torch.tensor([t], device=DEVICE))
+            y = state.conv(0, plan, x.to(DEVICE), weight.to(DEVICE)).cpu()
+            accepted = choice.randint(0, t)
+            state.commit(plan, torch.tensor([accepted], device=DEVICE))
+            expected = reference.causal_conv(x[:t], weight, None, kept[-3:])
+            assert relative_worst(y[:t], expected) < 1e-5
+            kept = torch.cat([kept, x[:accepted]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FAMILY.values(), ids=str)
+def test_graph_replay(case):
+    """One captured verify step replayed with changing slots, counts, tokens and acceptance equals eager steps bit for bit."""
+    eager, graphed = (Speculation(case, "triton", [0, 1, 2], W=8, T=4) for _ in range(2))
+    graphed.state = ReplayState(
+        eager.layout, 1, 4, DEVICE, "triton", A=eager.state.A, buffers=graphed.state.buffers, max_rows=8, debug=False
+    )
+    slots, t, accepted = graphed.tensor([-1, -1]), graphed.tensor([0, 0]), graphed.tensor([0, 0])
+    x = {name: one.to(DEVICE) for name, one in inputs(eager.layout, 8, eager.generator).items()}
+
+    def step() -> Tensor:
+        plan = graphed.state.plan(slots, t=t)
+        o = graphed.state.step(0, plan, **x, **graphed.weights)
+        graphed.state.commit(plan, accepted)
+        return o
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step()
+    choice = random.Random(0)
+    for _ in range(30):
+        rows = choice.sample([0, 1, 2, -1], 2)
+        n = [choice.randint(0, 4) if slot >= 0 else 0 for slot in rows]
+        keep = [choice.randint(0, m) for m in n]
+        new = eager.draw(2, n)
+        expected = eager.step(rows, n, keep, x=new)
+        for target, values in ((slots, rows), (t, n), (accepted, keep)):
+            target.copy_(eager.tensor(values))
+        for name, one in new.items():
+            x[name].copy_(one)
+        graph.replay()
+        assert torch.equal(o.cpu(), expected)
+    for one, other in zip(
+        (*eager.state.buffers, *eager.state.cursors), (*graphed.state.buffers, *graphed.state.cursors), strict=True
+    ):
+        assert one is None or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_more_than_sixteen_tokens_are_refused():
+    with pytest.raises(NotImplementedError, match="T_max: supported are 1 ... 16 tokens a row, got 17"):
+        FAMILY["gdn"].layout(W=32, T_max=17)

@@ -11,7 +11,15 @@ from tests.cases import FAMILY, READY
 
 ROOT = Path(__file__).parents[1]
 SMALL = [case.name for case in (*FAMILY.values(), *READY.values())]
-KERNELS = {"_plan_kernel", "_commit_kernel", "_folded_kernel", "_decode_kernel", "_materialize_kernel", "_conv_kernel"}
+KERNELS = {
+    "_plan_kernel",
+    "_commit_kernel",
+    "_folded_kernel",
+    "_decode_kernel",
+    "_verify_kernel",
+    "_materialize_kernel",
+    "_conv_kernel",
+}
 
 
 def compiled(target: str, *names: str, cache: Path) -> set[tuple[str, str]]:

@@ -17,6 +17,7 @@ from .arguments import Inputs, Weights, dims, on_device, tokens
 from .formats import load_state, store_state
 from .recurrence import (
     G_FLOOR,
+    append_record,
     at,
     decayed,
     dot,
@@ -29,7 +30,6 @@ from .recurrence import (
     load_scalars,
     readout,
     scaled,
-    store_chunks,
     token,
     wrap,
 )  # fmt: skip
@@ -47,28 +47,6 @@ def cumulative(pool, d, layer, slot, i_h, start, count, g):
         return gsum
     else:
         return tl.load(p_gsum, mask=count > 0, other=0.0) + tl.maximum(g, G_FLOOR)
-
-
-@triton.jit
-def append_record(pool, d, layer, slot, i_h, append, k, rk, beta, g, gsum):
-    """The parts of a record that no tile of V owns: k and 1/|k| by the group's first head; beta, g and its sum by each."""
-    heads = d.H // d.G
-    if i_h % heads == 0:
-        i_g = i_h // heads
-        store_chunks(at(pool.k, layer, slot, i_g) + append * pool.k.row, k, d)
-        if d.NORMALIZE:
-            tl.store(at(pool.rnorm, layer, slot, i_g) + append * pool.rnorm.row, rk)
-    if d.BETA != "one":
-        tl.store(at(pool.beta, layer, slot, i_h) + append * pool.beta.row, beta)
-    if d.STORES_G:
-        p_g = at(pool.g, layer, slot, i_h) + append * pool.g.row
-        p_gsum = at(pool.gsum, layer, slot, i_h) + append * pool.gsum.row
-        if d.PER_CHANNEL:
-            store_chunks(p_g, g, d)
-            store_chunks(p_gsum, gsum, d)
-        else:
-            tl.store(p_g, g)
-            tl.store(p_gsum, gsum)
 
 
 @triton.jit
@@ -160,7 +138,7 @@ def _decode_kernel(
     if d.STORES_G:
         gsum = cumulative(pool, d, layer, slot, i_h, start, tl.where(flush, 0, count), g)
     if (i_s == 0) & live:
-        append_record(pool, d, layer, slot, i_h, append, k, rk, beta, g, gsum)
+        append_record(pool, d, layer, slot, i_h, append, True, k, rk, beta, g, gsum)
     q, k = scaled(q, d.SCALE * inverse_norm(q, d), d), scaled(k, rk, d)
     kq = dot(k, q, d)
 

@@ -1,7 +1,8 @@
 """Device helpers of the recurrence: gates, norms, records, the fold. Each quotes the formula it computes.
 
 A row of K (q, k, a per-channel g) is a tuple of fp32 chunks [BK], and a tile of a state a tuple of [BV, BK]: sums over K are
-taken chunk by chunk in registers and across threads once, and no size of K is padded.
+taken chunk by chunk in registers and across threads once, and no size of K is padded. Several tokens at once are chunks
+[T, BK]: the same helpers, given token numbers and masks [T], or [T, 1] where they meet a row of K.
 """
 
 import triton
@@ -56,10 +57,10 @@ def load_chunks(p, live, d):
 
 
 @triton.jit
-def store_chunks(p, x, d):
-    """A row of K, rounded to what p points to."""
+def store_chunks(p, x, live, d):
+    """A row of K, rounded to what p points to, where live."""
     for i_k in tl.static_range(d.K // d.BLOCK_K):
-        tl.store(p + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K), x[i_k].to(p.dtype.element_ty))
+        tl.store(p + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K), x[i_k].to(p.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -68,12 +69,12 @@ def dot(x, y, d):
     total = x[0] * y[0]
     for i_k in tl.static_range(1, d.K // d.BLOCK_K):
         total += x[i_k] * y[i_k]
-    return tl.sum(total, 0)
+    return tl.sum(total, -1)
 
 
 @triton.jit
 def scaled(x, r, d):
-    """x * r, r a scalar."""
+    """x * r, r a scalar or [T, 1]."""
     y = ()
     for i_k in tl.static_range(d.K // d.BLOCK_K):
         y += (x[i_k] * r,)
@@ -170,6 +171,28 @@ def load_g(x, w, d, n, i_h, live, beta):
         return g
     else:
         return gate(tl.load(token(x.a, n, i_h), mask=live, other=0.0).to(tl.float32), w, d, i_h, i_h)
+
+
+@triton.jit
+def append_record(pool, d, layer, slot, i_h, row, live, k, rk, beta, g, gsum):
+    """The parts of a record that no tile of V owns: k and 1/|k| by the group's first head; beta, g and its sum by each."""
+    tall: tl.constexpr = len(k[0].shape) == 2
+    row_k, live_k = row[:, None] if tall else row, live[:, None] if tall else live
+    heads = d.H // d.G
+    if i_h % heads == 0:
+        i_g = i_h // heads
+        store_chunks(at(pool.k, layer, slot, i_g) + row_k * pool.k.row, k, live_k, d)
+        if d.NORMALIZE:
+            tl.store(at(pool.rnorm, layer, slot, i_g) + row * pool.rnorm.row, rk, mask=live)
+    if d.BETA != "one":
+        tl.store(at(pool.beta, layer, slot, i_h) + row * pool.beta.row, beta, mask=live)
+    if d.STORES_G:
+        if d.PER_CHANNEL:
+            store_chunks(at(pool.g, layer, slot, i_h) + row_k * pool.g.row, g, live_k, d)
+            store_chunks(at(pool.gsum, layer, slot, i_h) + row_k * pool.gsum.row, gsum, live_k, d)
+        else:
+            tl.store(at(pool.g, layer, slot, i_h) + row * pool.g.row, g, mask=live)
+            tl.store(at(pool.gsum, layer, slot, i_h) + row * pool.gsum.row, gsum, mask=live)
 
 
 @triton.jit

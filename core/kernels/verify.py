@@ -20,74 +20,23 @@ from ..launch import Launch, dot_precision
 from ..layout import Buffers, Layout
 from .arguments import Inputs, Weights, dims, on_device, tokens
 from .formats import load_state, store_state
-from .recurrence import G_FLOOR, at, exp, fold, gate, load_ring, load_scalars, sigmoid, softplus, token, wrap
-
-
-@triton.jit
-def rows_of(x, d, n, i_h, m_t, o_t):
-    """The tokens' rows of K as chunks [T, BK] in fp32, zeros in the masked ones."""
-    p = token(x, n, i_h) + o_t[:, None] * x.token
-    y = ()
-    for i_k in tl.static_range(d.K // d.BLOCK_K):
-        o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
-        y += (tl.load(p + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32),)
-    return y
-
-
-@triton.jit
-def inner(x, y, d):
-    """x_i^T y_i of rows in chunks: [T]."""
-    total = x[0] * y[0]
-    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
-        total += x[i_k] * y[i_k]
-    return tl.sum(total, 1)
-
-
-@triton.jit
-def times(x, r, d):
-    """Rows in chunks times r [T]."""
-    y = ()
-    for i_k in tl.static_range(d.K // d.BLOCK_K):
-        y += (x[i_k] * r[:, None],)
-    return y
-
-
-@triton.jit
-def inverse_norms(x, d):
-    """1 / sqrt(|x_i|^2 + eps) per row, for families that normalise."""
-    return tl.math.div_rn(1.0, tl.math.sqrt_rn(inner(x, x, d) + d.EPS))
-
-
-@triton.jit
-def betas(x, w, d, n, i_h, m_t, o_t):
-    """beta of the tokens: [T], 0 in the masked ones."""
-    beta = m_t.to(tl.float32)
-    if d.BETA != "one":
-        b = tl.load(token(x.b, n, i_h) + o_t * x.b.token, mask=m_t, other=0.0).to(tl.float32)
-        if d.BETA == "softplus":
-            if w.dt_bias is not None:
-                b += tl.load(w.dt_bias + i_h).to(tl.float32)
-            b = softplus(b)
-        if d.BETA == "sigmoid":
-            b = sigmoid(b)
-        beta = tl.where(m_t, b, 0.0)
-    return beta
-
-
-@triton.jit
-def decays(x, w, d, n, i_h, m_t, o_t, beta):
-    """g of the tokens, 0 in the masked ones: chunks [T, BK] per channel, else [T]."""
-    if d.DECAY == "derived":
-        return tl.load(w.A + i_h).to(tl.float32) * beta
-    elif d.PER_CHANNEL:
-        a, g = rows_of(x.a, d, n, i_h, m_t, o_t), ()
-        for i_k in tl.static_range(d.K // d.BLOCK_K):
-            o_g = i_h * d.K + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)[None, :]
-            g += (tl.where(m_t[:, None], gate(a[i_k], w, d, i_h, o_g), 0.0),)
-        return g
-    else:
-        a = tl.load(token(x.a, n, i_h) + o_t * x.a.token, mask=m_t, other=0.0).to(tl.float32)
-        return tl.where(m_t, gate(a, w, d, i_h, i_h), 0.0)
+from .recurrence import (
+    G_FLOOR,
+    append_record,
+    at,
+    decayed,
+    exp,
+    fold,
+    inverse_norm,
+    load_beta,
+    load_chunks,
+    load_g,
+    load_ring,
+    load_scalars,
+    scaled,
+    token,
+    wrap,
+)
 
 
 @triton.jit
@@ -196,34 +145,6 @@ def history(q, k, c, w, pool, d, layer, slot, i_h, start, count, t, TP: tl.const
 
 
 @triton.jit
-def append_records(pool, d, layer, slot, i_h, append, m_t, o_t, k, rk, beta, g, c):
-    """The parts of the records that no tile of V owns: k and 1/|k| by the group's first head; beta, g and its sum by each."""
-    heads = d.H // d.G
-    row = wrap(append + o_t, d.R)
-    if i_h % heads == 0:
-        i_g = i_h // heads
-        for i_k in tl.static_range(d.K // d.BLOCK_K):
-            o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
-            p_k = at(pool.k, layer, slot, i_g) + row[:, None] * pool.k.row + o_k[None, :]
-            tl.store(p_k, k[i_k].to(pool.k.ptr.dtype.element_ty), mask=m_t[:, None])
-        if d.NORMALIZE:
-            tl.store(at(pool.rnorm, layer, slot, i_g) + row * pool.rnorm.row, rk, mask=m_t)
-    if d.BETA != "one":
-        tl.store(at(pool.beta, layer, slot, i_h) + row * pool.beta.row, beta, mask=m_t)
-    if d.STORES_G:
-        p_g = at(pool.g, layer, slot, i_h) + row * pool.g.row
-        p_gsum = at(pool.gsum, layer, slot, i_h) + row * pool.gsum.row
-        if d.PER_CHANNEL:
-            for i_k in tl.static_range(d.K // d.BLOCK_K):
-                o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
-                tl.store(p_g[:, None] + o_k[None, :], g[i_k], mask=m_t[:, None])
-                tl.store(p_gsum[:, None] + o_k[None, :], c[i_k], mask=m_t[:, None])
-        else:
-            tl.store(p_g, g, mask=m_t)
-            tl.store(p_gsum, c, mask=m_t)
-
-
-@triton.jit
 def readouts(s, x, d, PRECISION: tl.constexpr):
     """s x_i of a state tile and rows in chunks: [BV, T]."""
     p = tl.dot(s[0], tl.trans(x[0]), input_precision=PRECISION)
@@ -298,26 +219,25 @@ def _verify_kernel(
 
     o_t = tl.arange(0, TP)
     m_t = o_t < t
-    q, k = rows_of(x.q, d, n, i_g, m_t, o_t), rows_of(x.k, d, n, i_g, m_t, o_t)
-    rq, rk = tl.zeros([TP], tl.float32) + 1.0, tl.zeros([TP], tl.float32) + 1.0
-    if d.NORMALIZE:
-        rq, rk = inverse_norms(q, d), inverse_norms(k, d)
-    beta = betas(x, w, d, n, i_h, m_t, o_t)
-    g = decays(x, w, d, n, i_h, m_t, o_t, beta)
+    tall = (n + o_t)[:, None], m_t[:, None]
+    q = load_chunks(token(x.q, tall[0], i_g), tall[1], d)
+    k = load_chunks(token(x.k, tall[0], i_g), tall[1], d)
+    rq, rk = inverse_norm(q, d) * tl.full([TP], d.SCALE, tl.float32), inverse_norm(k, d) * tl.full([TP], 1.0, tl.float32)
+    beta = load_beta(x, w, d, n + o_t, i_h, m_t) * tl.full([TP], 1.0, tl.float32)
+    if d.PER_CHANNEL:
+        g = load_g(x, w, d, tall[0], i_h, tall[1], beta)
+    else:
+        g = load_g(x, w, d, n + o_t, i_h, m_t, beta)
     c = cumulative(pool, d, layer, slot, i_h, start, tl.where(flush, 0, count), g)
-    append_records(pool, d, layer, slot, i_h, append, m_t, o_t, k, rk, beta, g, c)
-    q, k = times(q, rq * d.SCALE, d), times(k, rk, d)
+    append_record(pool, d, layer, slot, i_h, wrap(append + o_t, d.R), m_t, k, rk, beta, g, c)
+    q, k = scaled(q, rq[:, None], d), scaled(k, rk[:, None], d)
     F, X = window(q, k, c, beta, d, t, TP)
 
     live = tl.where(flush, 0, count)
     w_q, w_k, c = history(q, k, c, w, pool, d, layer, slot, i_h, start, live, t, TP)
     E = tl.zeros([TP], tl.float32) + 1.0
     if d.PER_CHANNEL:
-        q_0, k_0 = (), ()
-        for i_k in tl.static_range(d.K // d.BLOCK_K):
-            q_0 += (q[i_k] * exp(c[i_k]),)
-            k_0 += (k[i_k] * exp(c[i_k]),)
-        q, k = q_0, k_0
+        q, k = decayed(q, c, d), decayed(k, c, d)
     else:
         E = exp(c)
     for o in range(0, d.V, BLOCK_V):

@@ -154,9 +154,9 @@ def readouts(s, x, d, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def causal(x, M, t, TP: tl.constexpr):
+def causal(x, M, t):
     """sum_{m <= i} M_im x_m for each row of V: x [BV, T], M [T, T]."""
-    o_t = tl.arange(0, TP)
+    o_t = tl.arange(0, M.shape[0])
     y = tl.zeros_like(x)
     for m in range(t):
         x_m = tl.sum(tl.where((o_t == m)[None, :], x, 0.0), 1)
@@ -166,13 +166,13 @@ def causal(x, M, t, TP: tl.constexpr):
 
 
 @triton.jit
-def emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k, TP: tl.constexpr):
+def emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k):
     """The tokens' u and outputs for a tile of V, stored; raw v and u appended to the ring. P(Q), P(K): [BV, T]."""
-    o_t = tl.arange(0, TP)
+    o_t = tl.arange(0, F.shape[0])
     m_t = o_t < t
     v = tl.load(token(x.v, n, i_h) + o_t[None, :] * x.v.token + o_v[:, None], mask=m_t[None, :], other=0.0).to(tl.float32)
-    u = causal(v - p_k, X, t, TP)
-    o = p_q + causal(u, F, t, TP)
+    u = causal(v - p_k, X, t)
+    o = p_q + causal(u, F, t)
     if w.D is not None:
         o += tl.load(w.D + i_h).to(tl.float32) * v
     if x.z is not None:
@@ -251,7 +251,7 @@ def _verify_kernel(
         p_k = tl.zeros_like(p_q)
         if d.DELTA:
             p_k = readouts(s, k, d, PRECISION) * E[None, :] + tl.dot(u_j, w_k, input_precision=PRECISION)
-        emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k, TP)
+        emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k)
 
 
 def verify(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
-from ... import Layout, ReplayState
+from ... import Layout, Plan, ReplayState, ops
 
 GRADIENTS = "ReplaySSM decodes without gradients; call under torch.no_grad(), as generate() does, or disable(model)"
 
 
 class Replay:
     """One cache's ReplayState, shared by all recurrent layers: slot b is row b; made when the first layer loads.
+
+    While the cache records its past, a step stays uncommitted until the cache is cropped or anything else needs the state:
+    ``pending`` is its plan then.
 
     Args:
         layout, layers: of the model.
@@ -26,7 +32,8 @@ class Replay:
         self.layout, self.layers, self.transposed, self.A = layout, layers, transposed, A
         self.backend, self.debug = backend, debug
         self.state: ReplayState | None = None
-        self.folded = True
+        self.pending: Plan | None = None
+        self.recording, self.folded = False, True
 
     def allocate(self, slots: int, device: torch.device) -> ReplayState:
         """A new state of that many rows."""
@@ -39,24 +46,59 @@ class Replay:
         if self.state is None:
             self.slots = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
             self.state = self.allocate(states.shape[0], states.device)
-        states = states.transpose(-1, -2) if self.transposed else states
-        self.state.load(self.slots, states.contiguous(), layer=layer)
+        states = (states.transpose(-1, -2) if self.transposed else states).contiguous()
+        if layer == 0:
+            self.settle()
+        if self.pending is None:
+            self.state.load(self.slots, states, layer=layer)
+        else:  # the first layer's load emptied the rings and drafts follow: this layer's checkpoint is all that is missing
+            target = self.state.buffers.state[layer : layer + 1]
+            ops.load(states[None], target, self.slots, self.layout, self.state.backend)
 
-    def step(self, layer: int, **inputs: Tensor) -> Tensor:
-        """One token of every row: the first recurrent layer plans, the last commits."""
+    def step(self, layer: int, t: int, **inputs: Tensor) -> Tensor:
+        """t tokens of every row, packed: the first recurrent layer plans, the last commits unless the past is recorded."""
         if inputs["v"].requires_grad:
             raise NotImplementedError(GRADIENTS)
         if layer == 0:
-            self.plan = self.state.plan(self.slots)
-        o = self.state.step(layer, self.plan, **inputs)
+            self.settle()
+            self.pending = self.state.plan(self.slots, t)
+        o = self.state.step(layer, self.pending, **inputs)
         if layer == self.layers - 1:
-            self.state.commit(self.plan)
             self.folded = False
+            if not self.recording:
+                self.settle()
         return o
+
+    def settle(self, dropped: int = 0) -> None:
+        """Commit what is pending but each row's last tokens: an uncommitted step can lose as many as it has."""
+        if dropped > (self.pending.T if self.pending else 0):
+            raise NotImplementedError(
+                f"cache.crop: expected at most the {self.pending.T if self.pending else 0} tokens that can be taken back, got "
+                f"{dropped}; a model enabled with draft_tokens = n takes back n drafts of the forward just made"
+            )
+        if self.pending is not None:
+            kept = torch.full_like(self.slots, self.pending.T - dropped) if dropped else None
+            self.state.commit(self.pending, kept)
+            self.pending = None
+
+    def drafts(self, t: int, begun: bool, announced: int | None) -> int:
+        """How many of a forward's last tokens are steps of ours; those before them are transformers' own prefill.
+
+        Args:
+            t: tokens of the forward.
+            begun: whether a state is there already.
+            announced: drafts among them, where the model's caller said so.
+        """
+        if not self.recording:
+            return 0
+        if begun and t <= self.layout.T_max and announced in (None, t - 1):
+            return t
+        return announced if announced is not None and announced < min(t, self.layout.T_max) else 0
 
     def tensor(self, layer: int) -> Tensor:
         """One layer's exact state, fp32, in the model's shape; folds all layers' rings first."""
         if not self.folded:
+            self.settle()
             self.state.fold(self.slots)
             self.folded = True
         states = self.layout.format.decode(self.state.buffers.state[layer])
@@ -69,9 +111,18 @@ class ReplayedState:
     def __init__(self, replay: Replay, layer: int) -> None:
         self.replay, self.layer, self.layout = replay, layer, replay.layout
 
-    def step(self, **inputs: Tensor) -> Tensor:
-        """This layer's output [B, H, V] for one token of every row."""
-        return self.replay.step(self.layer, **inputs)
+    def step(self, t: int = 1, **inputs: Tensor) -> Tensor:
+        """This layer's output [B t, H, V] for t tokens of every row, packed.
+
+        While the past is recorded, the convolution hands over one token, or a few, as a slice of a longer window.
+        """
+        inputs = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in inputs.items()}
+        return self.replay.step(self.layer, t=t, **inputs)
+
+    def keep(self) -> None:
+        """The step just made, where the cache cannot take its token back."""
+        if self.layer == self.replay.layers - 1:
+            self.replay.settle()
 
     def tensor(self) -> Tensor:
         """The exact state, fp32, in the model's own shape."""
@@ -85,11 +136,13 @@ class ReplayedState:
     def zero_(self) -> None:
         """``cache.reset()``: all layers at once, when the first asks."""
         if self.layer == 0 and self.replay.state is not None:
+            self.replay.settle()
             self.replay.state.reset(self.replay.slots)
 
     def index_select(self, dim: int, index: Tensor) -> ReplayedState:
         """``cache.reorder_cache(index)``: all layers at once, when the first asks."""
         if self.layer == 0 and self.replay.state is not None:
+            self.replay.settle()
             self.replay.state.copy(self.replay.slots[index], self.replay.slots)
         return self
 
@@ -105,7 +158,17 @@ class ReplayedState:
         raise AttributeError(f"{name}: this recurrent state is held by ReplaySSM; only a model it is enabled on can use it")
 
 
-def attach(cache: Cache, layer: int, indices: list[int], replay) -> None:
+def _crop(self, tokens_to_remove: int) -> None:
+    """``crop`` of a cache's first recurrent layer: transformers' own crops the convolution window alone."""
+    self.recurrent_states[0].replay.settle(max(0, -tokens_to_remove))
+    type(self).crop(self, tokens_to_remove)
+
+
+def _crop_nothing(self, tokens_to_remove: int) -> None:
+    """``crop`` of a linear-attention layer that no module uses (Nemotron-H's MLPs): transformers' own finds no window."""
+
+
+def attach(cache: Cache, layer: int, indices: list[int], replay) -> ReplayedState:
     """Let a cache hold its recurrent states in a Replay, from the first module that sees it on.
 
     Args:
@@ -113,6 +176,9 @@ def attach(cache: Cache, layer: int, indices: list[int], replay) -> None:
         layer: the cache layer of the module that asks.
         indices: the cache layers of all the model's recurrent modules.
         replay: makes a Replay for this cache.
+
+    Returns:
+        What holds the state of the layer that asks.
 
     Raises:
         NotImplementedError: a cache or a way of decoding that is not supported, by name.
@@ -123,26 +189,41 @@ def attach(cache: Cache, layer: int, indices: list[int], replay) -> None:
     layers = cache.layers
     if len(layers) <= max(indices) or not all(hasattr(layers[index], "recurrent_states") for index in indices):
         raise ValueError(f"cache: expected DynamicCache(config=model.config), got one with layers {layers}")
-    if layers[layer].record_past:
-        raise NotImplementedError("assisted decoding: a cache that must roll back is not supported; call generate() without it")
-    if isinstance(layers[layer].recurrent_states[0], ReplayedState):
-        return
+    held = layers[layer].recurrent_states[0]
+    if isinstance(held, ReplayedState):
+        _record(held.replay, layers[layer].record_past)
+        return held
     shared = replay()
+    _record(shared, layers[layer].record_past)
+    layers[indices[0]].crop = MethodType(_crop, layers[indices[0]])
+    for index in set(range(len(layers))) - set(indices):
+        if type(layers[index]) is LinearAttentionLayer:
+            layers[index].crop = MethodType(_crop_nothing, layers[index])
     for i, index in enumerate(indices):
         one = layers[index]
         before, one.recurrent_states[0] = one.recurrent_states[0], ReplayedState(shared, i)
         one.is_recurrent_states_initialized[0] = True
         if before is not None:
             one.recurrent_states[0].copy_(before)
+    return layers[layer].recurrent_states[0]
+
+
+def _record(replay: Replay, on: bool) -> None:
+    if on and replay.layout.T_max == 1:
+        raise NotImplementedError(
+            "assisted decoding: a cache that must roll back needs enable(model, draft_tokens=n), n the most drafts of a forward"
+        )
+    replay.recording = on
 
 
 def state_of(cache: Cache) -> ReplayState:
-    """The ReplayState behind a cache that an enabled model has filled: slot b is row b.
+    """The ReplayState behind a cache that an enabled model has filled: slot b is row b. Uncommitted drafts are kept.
 
     Raises: ValueError for any other cache.
     """
     for layer in cache.layers:
         held = getattr(layer, "recurrent_states", {}).get(0)
         if isinstance(held, ReplayedState) and held.replay.state is not None:
+            held.replay.settle()
             return held.replay.state
     raise ValueError("cache: expected one that a model filled while ReplaySSM was enabled, got another")

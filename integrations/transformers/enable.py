@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import nn
 
 from ... import Layout
 from .cache import Replay, attach
-from .families import MIXERS
+from .families import MIXERS, Call
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def enable(
     u: torch.dtype | None = None,
     state: str = "fp32",
     debug: bool | None = None,
+    draft_tokens: int = 0,
 ) -> Enabled:
     """Let a model's recurrent layers decode with ReplaySSM; its prefill and everything else stay transformers' own.
 
@@ -71,6 +73,7 @@ def enable(
         u: dtype of the delta rule's readout helper; None takes fp32 for fp32 models and fp16 for others.
         state: the checkpoint's format, "fp32", "bf16" or "fp16".
         debug: check cursors and the order of calls at the price of device reads; None reads REPLAYSSM_DEBUG.
+        draft_tokens: most drafts of one forward in assisted generation, below the window. 0: transformers refuses it.
 
     Returns:
         What was enabled; a context manager that disables at its end.
@@ -81,6 +84,8 @@ def enable(
     _check_version(transformers.__version__)
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"window: expected an integer >= 1, got {window!r}")
+    if not isinstance(draft_tokens, int) or not 0 <= draft_tokens < window:
+        raise ValueError(f"draft_tokens: expected an integer from 0 to window - 1 = {window - 1}, got {draft_tokens!r}")
     mixers = _mixers(model)
     family = MIXERS[type(mixers[0]).__name__]
     sizes = {tuple(getattr(mixer, name) for name in family.sizes) for mixer in mixers}
@@ -90,14 +95,17 @@ def enable(
             f"model: supported are recurrent layers of one shape on one device, got H, G, V, K {sorted(sizes)} "
             f"on {sorted(map(str, devices))}"
         )
-    layout = Layout(family.recurrence, *sizes.pop(), W=window, state=state, act=model.dtype, u=u)
+    layout = Layout(family.recurrence, *sizes.pop(), W=window, T_max=draft_tokens + 1, state=state, act=model.dtype, u=u)
 
     def replay() -> Replay:
         return Replay(layout, len(mixers), family.transposed, family.decay(mixers), backend, debug)
 
     replay().allocate(1, devices.pop())  # raises what a first generate() would
     indices = [mixer.layer_idx for mixer in mixers]
-    forward = _forward(family.rebind(type(mixers[0]).forward), indices, replay)
+    call = Call()
+    forward = _forward(family.rebind(type(mixers[0]).forward, call), indices, replay, call)
+    if draft_tokens:
+        forward.undo = _allow_drafts(model, call)
     for mixer in mixers:
         mixer.forward = MethodType(forward, mixer)
     enabled = Enabled(family.recurrence.name, len(mixers), layout, layout.slot_bytes * len(mixers), model)
@@ -114,14 +122,37 @@ def disable(model: nn.Module) -> None:
     mixers = [module for module in model.modules() if _is_ours(module)]
     if not mixers:
         raise ValueError("model: expected one that enable(model) changed, got one that it did not")
+    getattr(mixers[0].forward, "undo", lambda: None)()
     for mixer in mixers:
         del mixer.forward
 
 
-def _forward(rebound: Callable, indices: list[int], replay: Callable[[], Replay]) -> Callable:
+def _allow_drafts(model: nn.Module, call: Call) -> Callable[[], None]:
+    """Let ``generate`` of this model take drafts, and see how many a forward has; returns what undoes it.
+
+    transformers refuses by the class's ``_is_stateful``, as its own recurrent states cannot be cropped. Assisted decoding
+    asks for the logits of the drafts and of the token before: the first forward holds them behind the whole prompt.
+    Where a model calls its cache ``cache_params`` (Mamba2), it cannot find the cache, and goes on refusing.
+    """
+
+    def replayssm_drafts(module, args, kwargs):
+        keep = kwargs.get("logits_to_keep", 0)
+        call.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
+
+    hook = model.register_forward_pre_hook(replayssm_drafts, with_kwargs=True)
+    if "past_key_values" in inspect.signature(type(model).forward).parameters:
+        model._is_stateful = False
+
+    def undo() -> None:
+        hook.remove()
+        vars(model).pop("_is_stateful", None)
+
+    return undo
+
+
+def _forward(rebound: Callable, indices: list[int], replay: Callable[[], Replay], call: Call) -> Callable:
     def replayssm_forward(self, hidden_states, cache_params=None, *args, **kwargs):
-        if cache_params is not None:
-            attach(cache_params, self.layer_idx, indices, replay)
+        call.state = None if cache_params is None else attach(cache_params, self.layer_idx, indices, replay)
         return rebound(self, hidden_states, cache_params, *args, **kwargs)
 
     return replayssm_forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType
@@ -33,6 +34,44 @@ def _delta_step(
     return o[:, None], initial_state
 
 
+def _kda_step(*args, **kwargs) -> tuple[Tensor, ReplayedState]:
+    """KDA modules move the convolution window by a single token for good, whatever the cache records."""
+    o, state = _delta_step(*args, **kwargs)
+    state.keep()
+    return o, state
+
+
+def _delta_verify(
+    state: ReplayedState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> Tensor:
+    """A few tokens of Gated DeltaNet or KDA: q, k, v [B, T, H, ...], g and beta as the model computed them."""
+    if cu_seqlens is not None:
+        raise NotImplementedError("cu_seq_lens_q: packed sequences are not supported in decoding; pass a padded batch")
+    shared = state.layout.H // state.layout.G
+    return _packed(state, q=query[:, :, ::shared], k=key[:, :, ::shared], v=value, b=beta, a=g)
+
+
+def _mamba2_verify(
+    state: ReplayedState, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs
+) -> Tensor:
+    """A few tokens of Mamba-2: x [B, T, H, V], dt [B, T, H]. As for one token, and unlike in a prefill, dt has no limits."""
+    return _packed(state, {"dt_bias": kwargs["dt_bias"], "D": kwargs["D"]}, q=C, k=B, v=hidden_states, b=dt)
+
+
+def _packed(state: ReplayedState, weights: dict[str, Tensor] | None = None, **inputs: Tensor) -> Tensor:
+    """[B, T, H, V] of inputs [B, T, ...]."""
+    B, T = inputs["v"].shape[:2]
+    o = state.step(T, **{name: x.flatten(0, 1) for name, x in inputs.items()}, **(weights or {}))
+    return o.unflatten(0, (B, T))
+
+
 def _mamba2_step(
     state: ReplayedState,
     hidden_states: Tensor,
@@ -48,6 +87,18 @@ def _mamba2_step(
     return state.step(q=C, k=B, v=hidden_states, b=dt[..., 0], dt_bias=dt_bias[:, 0], D=D[:, 0])
 
 
+class Call(threading.local):
+    """What the functions under transformers' names cannot see in their arguments.
+
+    Attributes:
+        state: of the module that runs, or None where it has no cache.
+        drafts: how many of the forward's last tokens are drafts, or None where the model's caller did not say.
+    """
+
+    state: ReplayedState | None = None
+    drafts: int | None = None
+
+
 @dataclass(frozen=True)
 class Family:
     """How the modules of one family call their recurrence.
@@ -59,6 +110,8 @@ class Family:
         sizes: the module's attributes that hold H, G, V and K.
         transposed: whether transformers keeps the state as [K, V].
         decode: takes the step function's place.
+        verify: takes the chunk function's place for drafts.
+        tokens: the chunk function's arguments [B, T, ...], by position or name.
     """
 
     recurrence: Recurrence
@@ -68,16 +121,34 @@ class Family:
     sizes: tuple[str, str, str, str]
     transposed: bool
     decode: Callable
+    verify: Callable
+    tokens: tuple[int | str, ...]
 
-    def prefill(self, chunk: Callable) -> Callable:
-        """transformers' own chunk function, given the exact state as a tensor where its cache holds ours."""
+    def prefill(self, chunk: Callable, call: Call) -> Callable:
+        """transformers' own chunk function, given the exact state as a tensor where its cache holds ours, then drafts."""
 
-        def call(*args, **kwargs):
-            if isinstance(kwargs.get(self.initial), ReplayedState):
+        def chunk_then_drafts(*args, **kwargs):
+            state, t = call.state, args[0].shape[1]
+            begun = isinstance(kwargs.get(self.initial), ReplayedState)
+            drafts = 0 if state is None else state.replay.drafts(t, begun, call.drafts)
+            if drafts == t:
+                return self.verify(state, *args, **kwargs), state
+            if begun:
                 kwargs[self.initial] = kwargs[self.initial].tensor()
-            return chunk(*args, **kwargs)
+            if not drafts:
+                return chunk(*args, **kwargs)
+            some, named = self.cut(args, kwargs, slice(t - drafts))
+            o, states = chunk(*some, **named)
+            state.copy_(states)
+            some, named = self.cut(args, kwargs, slice(t - drafts, t))
+            return torch.cat([o, self.verify(state, *some, **named)], 1), state
 
-        return call
+        return chunk_then_drafts
+
+    def cut(self, args: tuple, kwargs: dict, tokens: slice) -> tuple[list, dict]:
+        """The chunk function's arguments for some of the tokens."""
+        some = [x[:, tokens] if i in self.tokens else x for i, x in enumerate(args)]
+        return some, {name: x[:, tokens] if name in self.tokens else x for name, x in kwargs.items()}
 
     def decay(self, mixers: list[nn.Module]) -> Tensor | None:
         """A [layers, H] fp32 where the core derives g from it."""
@@ -85,7 +156,7 @@ class Family:
             return None
         return torch.stack([-torch.exp(mixer.A_log.detach().float()) for mixer in mixers])
 
-    def rebind(self, forward: Callable) -> Callable:
+    def rebind(self, forward: Callable, call: Call) -> Callable:
         """A copy of a module's ``forward``, decorators included, that finds our functions under transformers' names."""
         inner = getattr(forward, "__wrapped__", None)
         names, cells = forward.__globals__, forward.__closure__
@@ -93,9 +164,9 @@ class Family:
             missing = {self.step, self.chunk} - set(forward.__code__.co_names)
             if missing:
                 raise NotImplementedError(f"{forward.__qualname__}: expected calls of {sorted(missing)}, found none")
-            names = names | {self.step: self.decode, self.chunk: self.prefill(names[self.chunk])}
+            names = names | {self.step: self.decode, self.chunk: self.prefill(names[self.chunk], call)}
         else:
-            ours = CellType(self.rebind(inner))
+            ours = CellType(self.rebind(inner, call))
             cells = tuple(ours if cell.cell_contents is inner else cell for cell in cells)
         copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
         copy.__kwdefaults__ = forward.__kwdefaults__
@@ -110,6 +181,8 @@ _gdn = Family(
     sizes=("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim"),
     transposed=True,
     decode=_delta_step,
+    verify=_delta_verify,
+    tokens=(0, 1, 2, "g", "beta"),
 )
 _kda = Family(
     recurrence=dataclasses.replace(KDA, beta="ready", decay="ready"),
@@ -118,7 +191,9 @@ _kda = Family(
     initial="initial_state",
     sizes=("num_heads", "num_heads", "head_dim", "head_dim"),
     transposed=True,
-    decode=_delta_step,
+    decode=_kda_step,
+    verify=_delta_verify,
+    tokens=(0, 1, 2, "g", "beta"),
 )
 _mamba2 = Family(
     recurrence=MAMBA2,
@@ -128,6 +203,8 @@ _mamba2 = Family(
     sizes=("num_heads", "n_groups", "head_dim", "ssm_state_size"),
     transposed=False,
     decode=_mamba2_step,
+    verify=_mamba2_verify,
+    tokens=(0, 1, 3, 4),
 )
 
 # By class name: importing six modelling files to compare classes would cost seconds.

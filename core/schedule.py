@@ -8,12 +8,7 @@ from __future__ import annotations
 from .cursor import flush_rule
 from .layout import Layout
 
-__all__ = ["best_window", "flush_rule", "flush_share"]
-
-
-def flush_share(W: int, tokens_per_step: float = 1.0) -> float:
-    """Share of steps that fold, with W records per window and so many kept tokens per step."""
-    return min(1.0, tokens_per_step / W)
+__all__ = ["best_window", "flush_rule"]
 
 
 def best_window(layout: Layout, windows: range = range(1, 65)) -> int:

@@ -235,11 +235,6 @@ def test_best_window_holds_the_draft():
         schedule.best_window(layout, range(1, 16))
 
 
-def test_flush_share():
-    assert schedule.flush_share(16) == 1 / 16 and schedule.flush_share(16, 2.5) == 2.5 / 16
-    assert schedule.flush_share(2, 3.0) == 1.0
-
-
 def test_layouts_are_values():
     """Equal layouts hash alike, as caches of launches and specs need; with_window changes window and ring alone."""
     a, b = (small(FAMILY["kda"]) for _ in range(2))

@@ -1,10 +1,11 @@
 """ReplaySSM: decode recurrent layers from a checkpoint and a ring of recent inputs, writing the state once per window."""
 
 from . import recurrence, schedule
-from .cursor import PLAN
+from .cursor import PLAN, Plan
 from .layout import Buffers, Conv, Layout
 from .recurrence import GDN, GLA, KDA, KDA_SAFE, MAMBA2, Recurrence
-from .state import Export, Plan, ReplayState
+from .state import ReplayState
+from .transfer import Export
 
 __version__ = "0.1.0"
 

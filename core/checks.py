@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cursor import Cursors
+from .cursor import PLAN, Cursors, Plan
 from .layout import ACTIVATIONS, Layout
 
 INTEGERS = (torch.int32, torch.int64)
@@ -33,6 +33,27 @@ def expect(
         raise ValueError(f"{name}: expected device {device}, got {x.device}")
     if inner and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")
+
+
+def present(device: torch.device | str) -> torch.device:
+    """The device with its index; ValueError unless this machine has it."""
+    device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count() or "no"
+        raise ValueError(f"device: expected a device of this machine, got {device} and torch finds {found} CUDA GPU; use 'cpu'")
+    return torch.empty(0, device=device).device  # torch.device("cuda") equals no tensor's device
+
+
+def kept_A(A: Tensor | None, layout: Layout, layers: int, device: torch.device) -> None:
+    """A [layers, H] where g is derived, else None."""
+    derived = layout.recurrence.decay == "derived"
+    if derived != (A is not None):
+        expected = "[layers, H] fp32" if derived else "None"
+        raise ValueError(f"A: expected {expected} for {layout.recurrence.name}, got {describe(A)}")
+    if A is not None:
+        expect("A", A, (layers, layout.H), torch.float32, device)
+        if not A.is_contiguous():
+            raise ValueError(f"A: expected contiguous [layers, H], got strides {A.stride()}")
 
 
 class Checks:
@@ -77,6 +98,46 @@ class Checks:
             x = getattr(self.cursors, name)[live]
             if bool(((x < 0) | (x > most)).any()):
                 raise ValueError(f"cursors.{name}: expected 0 ... {most}, got {x.tolist()} in slots {live.tolist()}")
+
+    def of_tree(self, name: str, x: Tensor | None, B: int) -> None:
+        """Integers [B, T_max], contiguous, if any."""
+        if x is not None:
+            expect(name, x, (B, self.layout.T_max), INTEGERS, self.device)
+            if not x.is_contiguous():
+                raise ValueError(f"{name}: expected contiguous [B, T_max], got strides {x.stride()}")
+
+    def debug_parents(self, slots: Tensor, T: int, t: Tensor | None, cu_seqlens: Tensor | None, parents: Tensor | None) -> None:
+        """The tokens that live rows take follow an earlier one or the committed history."""
+        if parents is None:
+            return
+        t = torch.full_like(slots, T) if t is None else t
+        t = torch.where(slots >= 0, t if cu_seqlens is None else cu_seqlens.diff(), 0)
+        i = torch.arange(parents.shape[1], device=parents.device)
+        wrong = ((i < t[:, None]) & ((parents < -1) | (parents >= i))).nonzero().tolist()
+        if wrong:
+            row, token = wrong[0]
+            raise ValueError(
+                f"parents: expected -1 ... {token - 1} for token {token}, got {int(parents[row, token])} in row {row}"
+            )
+
+    def debug_commit(self, plan: Plan, accepted: Tensor | None, path: Tensor | None) -> None:
+        """Live rows keep no more tokens than they have, and of a tree a path from a root down."""
+        slot, t = (plan.rows[:, PLAN.index(name)] for name in ("slot", "t"))
+        kept = t if accepted is None else accepted
+        wrong = ((slot >= 0) & ((kept < 0) | (kept > t))).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(f"accepted: expected 0 ... t, got {int(kept[wrong[0]])} of {int(t[wrong[0]])} in row {wrong[0]}")
+        if path is None or plan.tree is None or not path.numel():
+            return
+        i = torch.arange(path.shape[1], device=path.device)
+        above = torch.cat([torch.full_like(path[:, :1], -1), path[:, :-1]], 1)
+        parent = plan.tree[:, 0].gather(1, path.clamp(0, path.shape[1] - 1).long())
+        off = (path < 0) | (path >= t[:, None]) | (parent != above)
+        wrong = (off & (i < torch.where(slot >= 0, kept, 0)[:, None])).nonzero().tolist()
+        if wrong:
+            row, at = wrong[0]
+            child = f"a child of token {int(above[row, at])}" if at else "a token that follows the committed history"
+            raise ValueError(f"path: expected {child} at {at}, got {int(path[row, at])} of {int(t[row])} in row {row}")
 
     def layer(self, layer: int) -> None:
         """There is such a layer."""

@@ -12,6 +12,7 @@ Per slot, shared by all layers:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,24 @@ class Cursors(NamedTuple):
     pending: Tensor
     flushes: Tensor
     key: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One engine step: what every layer reads instead of cursors. Views of the state's fixed buffers, until the next ``plan``.
+
+    Attributes:
+        rows: [B, len(PLAN)] int32.
+        T: most tokens of a row.
+        tokens: packed token rows N of this step's tensors; None where only the device knows (cu_seqlens).
+        tree: [B, 2, T_max] int32: each token's parent (-1: the committed history), and the bits of the token itself and its
+            ancestors (bit m: token m); None where every token follows the one before.
+    """
+
+    rows: Tensor
+    T: int
+    tokens: int | None
+    tree: Tensor | None = None
 
 
 def allocate(slots: int, device: torch.device | str) -> Cursors:

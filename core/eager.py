@@ -42,6 +42,8 @@ def plan(
     T: int,
     W: int,
     R: int,
+    parents: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> None:
     """As kernels.cursor.plan."""
     B = slots.shape[0]
@@ -56,6 +58,28 @@ def plan(
     columns = (slots, start, count, n, flush, append_row(start, count, R), first, rows, ticket, order)
     out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
     scatter(cursors.pending, slots, ticket)
+    if parents is not None and tree is not None:
+        tree.copy_(_ancestors(parents))
+
+
+def _ancestors(parents: Tensor) -> Tensor:
+    """As kernels.cursor.ancestors, of all rows: [B, 2, T_max]."""
+    o = torch.arange(parents.shape[1], device=parents.device, dtype=torch.int32)
+    parent = torch.where((parents >= 0) & (parents < o), parents, -1).int()
+    bits, next_up = (torch.ones_like(o) << o).expand_as(parent), parent
+    for _ in range((parents.shape[1] - 1).bit_length()):
+        above = next_up.clamp(min=0).long()
+        bits = bits | torch.where(next_up >= 0, bits.gather(1, above), 0)
+        next_up = torch.where(next_up >= 0, next_up.gather(1, above), -1)
+    return torch.stack([parent, bits], 1)
+
+
+def _lineage(tree: Tensor | None, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of a step's tokens: parents [B, T], -1 the committed history, and whether token m is an ancestor of i or i [B, T, T]."""
+    m = torch.arange(T, device=device)
+    if tree is None:
+        return (m - 1).expand(B, T), (m <= m[:, None]).expand(B, T, T)
+    return tree[:, 0, :T].long(), (tree[:, 1, :T, None] >> m) & 1 == 1
 
 
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:
@@ -72,6 +96,20 @@ def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> N
         (cursors.pending, ticket + 1),
     ):
         scatter(cursor, slot, value)
+
+
+def compact(plan: Tensor, path: Tensor, accepted: Tensor | None, buffers: Buffers, pending: Tensor, layout: Layout) -> None:
+    """As kernels.compact.compact."""
+    slot, _, _, t, _, append, _, _, ticket, *_ = plan.long().unbind(1)
+    at = slot.clamp(min=0)
+    n = torch.where((slot >= 0) & (pending[at] == ticket), t if accepted is None else accepted, 0)
+    for i in range(path.shape[1]):
+        node = torch.where(i < n, path[:, i], i)
+        source, target = append_row(append, node, layout.R), append_row(append, i, layout.R)
+        for ring in buffers[1:]:
+            if ring is not None:
+                rows = ring.movedim((1, 3), (0, 1))  # [S, R, L, heads, ...]
+                _scatter_rows(rows, torch.where(i < n, slot, -1), target, rows[at, source])
 
 
 def folded(slots: Tensor, cursors: Cursors, R: int) -> None:
@@ -116,6 +154,7 @@ def step(
     out: Tensor,
     T: int,
     layout: Layout,
+    tree: Tensor | None = None,
 ) -> None:
     """One step of one layer, up to T tokens per row; reads plan rows, writes ``out`` [N, H, V] and the layer's buffers."""
     row, heads = layout.recurrence, layout.H // layout.G
@@ -144,11 +183,18 @@ def step(
         u_j = records(ring.v) if ring.beta is None else records(ring.v) * records(ring.beta)[..., None]
     if row.stores_g:
         gsum_j = records(ring.gsum)
-        newest = torch.where(
-            (count > 0)[:, None, None], ring.gsum[slot, :, append_row(start, count.clamp(min=1) - 1, layout.R)], 0.0
-        )
+        newest = ring.gsum[slot, :, append_row(start, count.clamp(min=1) - 1, layout.R)]
+        gsum_m = torch.where((count > 0)[:, None, None], newest, 0.0)[:, None]  # of the history's end, then of the tokens
     else:
         g_j = (A * records(ring.beta))[..., None]
+        g_m = g_j[:, :0]
+
+    # Tokens of this step, [B, i, heads, ...]: on a token's path, or masked away before any arithmetic.
+    k_m, u_m = k_j[:, :0], u_j[:, :0]
+    parents, path = _lineage(tree, plan.shape[0], T, plan.device)
+
+    def before(i: int, history: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([history, torch.where(path[:, i, :i, None, None], x, 0.0)], 1)
 
     for i in range(T if q.shape[0] else 0):
         n, on = (first + i).clamp(max=q.shape[0] - 1), i < t
@@ -161,27 +207,30 @@ def step(
         q_t = (unit(row, token["q"].float()) * row.q_scale(layout.K)).repeat_interleave(heads, 1)
         k_t = unit(row, token["k"].float()).repeat_interleave(heads, 1)
         if row.stores_g:
-            newest = newest + g.clamp(min=READOUT_G_FLOOR)
-            E_j, E_0 = torch.exp(newest[:, None] - gsum_j), torch.exp(newest)
+            gsum = gsum_m[torch.arange(len(slot), device=plan.device), parents[:, i] + 1] + g.clamp(min=READOUT_G_FLOOR)
+            E_j, E_0 = torch.exp(gsum[:, None] - before(i, gsum_j, gsum_m[:, 1:])), torch.exp(gsum)
         else:
-            g_j = torch.cat([g_j, g[:, None]], 1)
-            E = torch.exp(g_j.flip(1).cumsum(1).flip(1))  # E[:, j] decays from before record j on
+            gsum = None
+            E = torch.exp(torch.cat([before(i, g_j, g_m), g[:, None]], 1).flip(1).cumsum(1).flip(1))  # from before record j on
             E_j, E_0 = E[:, 1:], E[:, 0]
-        u = beta[..., None] * (x_v - _readout(k_t, state, E_0, k_j * E_j, u_j) if row.delta else x_v)
-        o = _readout(q_t, state, E_0, k_j * E_j, u_j) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
+        k_E, u_i = before(i, k_j, k_m) * E_j, before(i, u_j, u_m)
+        u = beta[..., None] * (x_v - _readout(k_t, state, E_0, k_E, u_i) if row.delta else x_v)
+        o = _readout(q_t, state, E_0, k_E, u_i) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
         scatter(out, torch.where(on, first + i, -1), epilogue(o, x_v, D, token["z"]))
 
         finite = torch.finfo(layout.u).max  # saturate: a helper's overflow must not become an infinity
         new = {"k": token["k"], "v": token["v"], "beta": beta, "g": g, "u": u.clamp(-finite, finite)}
-        new |= {"gsum": newest if row.stores_g else None, "rnorm": torch.rsqrt((token["k"].float() ** 2).sum(-1) + L2_EPS)}
+        new |= {"gsum": gsum, "rnorm": torch.rsqrt((token["k"].float() ** 2).sum(-1) + L2_EPS)}
         at_new = append_row(append, i, layout.R)
         for name, value in new.items():
             target = getattr(ring, name)
             if target is not None:
-                _scatter_rows(target, torch.where(on, slots, -1), at_new, value)
-        k_j, u_j = torch.cat([k_j, k_t[:, None]], 1), torch.cat([u_j, u[:, None]], 1)
-        if row.stores_g:
-            gsum_j = torch.cat([gsum_j, newest[:, None]], 1)
+                _scatter_rows(target.transpose(1, 2), torch.where(on, slots, -1), at_new, value)
+        k_m, u_m = torch.cat([k_m, k_t[:, None]], 1), torch.cat([u_m, u[:, None]], 1)
+        if gsum is None:
+            g_m = torch.cat([g_m, g[:, None]], 1)
+        else:
+            gsum_m = torch.cat([gsum_m, gsum[:, None]], 1)
 
 
 def _readout(x: Tensor, state: Tensor, E_0: Tensor, k_j: Tensor, u_j: Tensor) -> Tensor:
@@ -191,17 +240,13 @@ def _readout(x: Tensor, state: Tensor, E_0: Tensor, k_j: Tensor, u_j: Tensor) ->
 
 
 def _scatter_rows(target: Tensor, slots: Tensor, rows: Tensor, values: Tensor) -> None:
-    """target[slots[i], :, rows[i]] = values[i], rows with a negative slot left alone."""
+    """target[slots[i], rows[i]] = values[i], rows with a negative slot left alone."""
     if slots.shape[0] == 0:
         return
     index, live = _live(slots)
     at = rows[live]
-    kept = torch.where(
-        (slots >= 0).any(),
-        values[live].to(target.dtype).reshape(-1, *target.shape[1:2], *target.shape[3:]),
-        target[index, :, at],
-    )
-    target.transpose(1, 2)[index, at] = kept
+    new = values[live].to(target.dtype).reshape(-1, *target.shape[2:])
+    target[index, at] = torch.where((slots >= 0).any(), new, target[index, at])
 
 
 def materialize(
@@ -238,18 +283,26 @@ def conv(
     R: int,
     T: int,
     silu: bool,
+    tree: Tensor | None = None,
 ) -> None:
     """As kernels.conv.conv; ring [L, S, 1, R, C]."""
-    slots, _, _, t, _, append, first, *_ = (c.long() for c in plan.unbind(1))
-    taps, slot = weight.shape[1], slots.clamp(min=0)
+    slots, _, _, t, _, append, first, *_ = (c.long()[:, None] for c in plan.unbind(1))
+    B, taps, slot = plan.shape[0], weight.shape[1], slots.clamp(min=0)
     out.zero_()
-    back = torch.arange(1 - taps, 0, device=x.device)
-    window = ring[layer, slot[:, None], 0, (append[:, None] + back) % R]  # [B, taps - 1, C]
-    for i in range(T if x.shape[0] else 0):
-        on = i < t
-        here = torch.where(on[:, None], x[(first + i).clamp(max=x.shape[0] - 1)], 0)
-        window = torch.cat([window, here[:, None]], 1)
-        y = torch.einsum("btc,ct->bc", window[:, -taps:].float(), weight.float())
-        y = y if bias is None else y + bias.float()
-        scatter(out, torch.where(on, first + i, -1), torch.nn.functional.silu(y) if silu else y)
-        _scatter_rows(ring[layer], torch.where(on, slots, -1), append_row(append, i, R), here[:, None])
+    if x.shape[0] == 0:
+        return
+    i = torch.arange(1 - taps, T, device=x.device)
+    inputs = torch.cat(
+        [ring[layer, slot, 0, (append + i[: taps - 1]) % R], x[(first + i[taps - 1 :]).clamp(max=x.shape[0] - 1)]], 1
+    )  # [B, taps - 1 + T, C]: input a, < 0 for a committed one, stands at taps - 1 + a
+    parents, _ = _lineage(tree, B, T, x.device)
+    a, i = i[taps - 1 :].expand(B, T), i[taps - 1 :]
+    y = torch.zeros(B, T, x.shape[1], device=x.device) if bias is None else bias.float().expand(B, T, -1)
+    for back in range(taps):
+        y = y + inputs[torch.arange(B, device=x.device)[:, None], taps - 1 + a].float() * weight[:, taps - 1 - back].float()
+        a = torch.where(a >= 0, parents.gather(1, a.clamp(min=0)), a - 1)
+    on = i < t
+    y = torch.nn.functional.silu(y) if silu else y
+    scatter(out, torch.where(on, first + i, -1).flatten(), y.flatten(0, 1))
+    rows = append_row(append, i, R).flatten()
+    _scatter_rows(ring[layer].transpose(1, 2), torch.where(on, slots, -1).flatten(), rows, inputs[:, taps - 1 :].flatten(0, 1))

@@ -132,8 +132,8 @@ class Layout:
             size = getattr(self, name)
             if size % 16 or size > 256:
                 raise NotImplementedError(f"{name}: supported are multiples of 16 up to 256, got {size}")
-        if self.T_max > 16:
-            raise NotImplementedError(f"T_max: supported are 1 ... 16 tokens a row, got {self.T_max}")
+        if self.T_max > 32:
+            raise NotImplementedError(f"T_max: supported are 1 ... 32 tokens a row, got {self.T_max}")
         if self.T_max > self.W:
             raise ValueError(f"T_max: expected at most W = {self.W}, got {self.T_max}")
         least = self.W + max(self.T_max, self.conv.width - 1 if self.conv else 0)

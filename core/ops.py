@@ -34,6 +34,8 @@ def plan(
     T: int,
     layout: Layout,
     backend: str,
+    parents: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> None:
     """Write plan rows ``out`` [B, len(PLAN)] int32 and mark their slots pending.
 
@@ -43,15 +45,41 @@ def plan(
         force: [B] non-zero where the row flushes in any case, or None.
         cu_seqlens: [B + 1] first packed token of each row, or None where row b starts at b T.
         cursors: read; ``pending`` is written.
+        parents: [B, T_max] the token that each follows, -1 for the committed history, or None where it is the one before.
+        tree: with parents, [B, 2, T_max] int32, written: parents, and the bits of each token and its ancestors.
     """
     if slots.shape[0]:
-        _cursor_backend(backend).plan(slots, t, force, cu_seqlens, cursors, out, T, layout.W, layout.R)
+        rules = _cursor_backend(backend)
+        rules.plan(slots, t, force, cu_seqlens, cursors, out, T, layout.W, layout.R, parents, tree)
 
 
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, layout: Layout, backend: str) -> None:
     """Move the cursors of the plan's pending slots by ``accepted`` [B] tokens (None: all); again changes nothing."""
     if plan.shape[0]:
         _cursor_backend(backend).commit(plan, accepted, cursors, layout.R)
+
+
+def compact(
+    plan: Tensor,
+    path: Tensor,
+    accepted: Tensor | None,
+    buffers: Buffers,
+    pending: Tensor,
+    layout: Layout,
+    backend: str,
+    pool: Buffers | None = None,
+) -> None:
+    """Move the records of the first ``accepted`` [B] nodes (None: t) of each ``path`` [B, T_max] together, all layers.
+
+    For the plan's pending slots; before ``commit``.
+    """
+    if plan.shape[0] == 0:
+        return
+    if backend == "torch":
+        eager.compact(plan, path, accepted, buffers, pending, layout)
+    else:
+        layers, pool = buffers.state.shape[0], pool or arguments.pool(buffers)
+        kernels.compact.compact(plan, path, accepted, pool, pending, layers, layout)
 
 
 def step(
@@ -65,19 +93,20 @@ def step(
     layout: Layout,
     backend: str,
     pool: Buffers | None = None,
+    tree: Tensor | None = None,
 ) -> None:
     """One step of one layer: see ``ReplayState.step``. ``pool``: the buffers' Rows, where the caller keeps them."""
     if plan.shape[0] == 0:
         return
     if backend == "torch":
-        eager.step(plan, layer, **x, **w, buffers=buffers, out=out, T=T, layout=layout)
+        eager.step(plan, layer, **x, **w, buffers=buffers, out=out, T=T, layout=layout, tree=tree)
         return
     inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))
     weights, pool, B = Weights(**w), pool or arguments.pool(buffers), plan.shape[0]
     if T <= 1:
         kernels.decode.decode(plan, layer, inputs, weights, pool, out, layout, launch.decode(layout, B))
     else:
-        kernels.verify.verify(plan, layer, inputs, weights, pool, out, T, layout, launch.verify(layout, B))
+        kernels.verify.verify(plan, layer, inputs, weights, pool, out, T, layout, launch.verify(layout, B), tree)
 
 
 def conv(
@@ -92,14 +121,15 @@ def conv(
     silu: bool,
     layout: Layout,
     backend: str,
+    tree: Tensor | None = None,
 ) -> None:
     """Causal convolution of one layer's step: see ``ReplayState.conv``. ``ring`` [L, S, 1, R, C] is read and written."""
     if plan.shape[0] == 0:
         return
     if backend == "torch":
-        eager.conv(plan, layer, x, weight, bias, ring, out, layout.R, T, silu)
+        eager.conv(plan, layer, x, weight, bias, ring, out, layout.R, T, silu, tree)
     else:
-        kernels.conv.conv(plan, layer, x, weight, bias, arguments.rows(ring), out, layout.R, silu)
+        kernels.conv.conv(plan, layer, x, weight, bias, arguments.rows(ring), out, layout.R, silu, tree)
 
 
 def materialize(
@@ -147,9 +177,8 @@ _library = torch.library.Library("replayssm", "DEF")
 _CURSORS = "Tensor start, Tensor count, Tensor(p!) pending, Tensor flushes, Tensor key"
 _MOVED = "Tensor(s!) start, Tensor(c!) count, Tensor(p!) pending, Tensor(f!) flushes, Tensor key"
 _READ = "Tensor state, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? u, Tensor? gsum, Tensor? rnorm, Tensor? conv"
-_WRITTEN = (
-    "Tensor(s!) state, Tensor(k!) ring_k, Tensor(v!) ring_v, Tensor(b!)? beta, Tensor(g!)? g, Tensor(u!)? u, Tensor(h!)? gsum, "
-    "Tensor(r!)? rnorm, Tensor? conv"
+_RINGS = (
+    "Tensor(k!) ring_k, Tensor(v!) ring_v, Tensor(b!)? beta, Tensor(g!)? g, Tensor(u!)? u, Tensor(h!)? gsum, Tensor(r!)? rnorm"
 )
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? b, Tensor? a, Tensor? z, Tensor? A, Tensor? dt_bias, Tensor? D"
 _END = "str layout, str backend"
@@ -162,15 +191,21 @@ def _define(name: str, schema: str, implementation: Callable[..., None]) -> None
     torch.library.register_fake(f"replayssm::{name}", lambda *args: None, lib=_library)
 
 
-def _step_op(plan_rows, layer, q, k, v, b, a, z, A, dt_bias, D, *rest):
+def _step_op(plan_rows, tree, layer, q, k, v, b, a, z, A, dt_bias, D, *rest):
     *buffers, out, T, layout, backend = rest
     x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
-    step(plan_rows, layer, x, {"A": A, "dt_bias": dt_bias, "D": D}, Buffers(*buffers), out, T, Layout.parse(layout), backend)
+    w = {"A": A, "dt_bias": dt_bias, "D": D}
+    step(plan_rows, layer, x, w, Buffers(*buffers), out, T, Layout.parse(layout), backend, tree=tree)
 
 
-def _plan_op(slots, t, force, cu_seqlens, *rest):
-    *cursors, out, T, layout, backend = rest
-    plan(slots, t, force, cu_seqlens, Cursors(*cursors), out, T, Layout.parse(layout), backend)
+def _plan_op(slots, t, force, cu_seqlens, parents, *rest):
+    *cursors, out, tree, T, layout, backend = rest
+    plan(slots, t, force, cu_seqlens, Cursors(*cursors), out, T, Layout.parse(layout), backend, parents, tree)
+
+
+def _compact_op(plan_rows, path, accepted, *rest):
+    *buffers, pending, layout, backend = rest
+    compact(plan_rows, path, accepted, Buffers(*buffers), pending, Layout.parse(layout), backend)
 
 
 def _commit_op(plan_rows, accepted, *rest):
@@ -178,8 +213,8 @@ def _commit_op(plan_rows, accepted, *rest):
     commit(plan_rows, accepted, Cursors(*cursors), Layout.parse(layout), backend)
 
 
-def _conv_op(plan_rows, layer, x, weight, bias, ring, out, T, silu, layout, backend):
-    conv(plan_rows, layer, x, weight, bias, ring, out, T, silu, Layout.parse(layout), backend)
+def _conv_op(plan_rows, tree, layer, x, weight, bias, ring, out, T, silu, layout, backend):
+    conv(plan_rows, layer, x, weight, bias, ring, out, T, silu, Layout.parse(layout), backend, tree)
 
 
 def _materialize_op(slots, n, *rest):
@@ -199,13 +234,26 @@ def _load_op(states, state, slots, layout, backend):
 
 
 _define(
-    "plan", f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, {_CURSORS}, Tensor(o!) out, int T, {_END}", _plan_op
+    "plan",
+    f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, Tensor? parents, {_CURSORS}, Tensor(o!) out, "
+    f"Tensor(t!)? tree, int T, {_END}",
+    _plan_op,
+)
+_define(
+    "compact",
+    f"Tensor plan, Tensor path, Tensor? accepted, Tensor state, {_RINGS}, Tensor(c!)? conv, Tensor pending, {_END}",
+    _compact_op,
 )
 _define("commit", f"Tensor plan, Tensor? accepted, {_MOVED}, {_END}", _commit_op)
-_define("step", f"Tensor plan, int layer, {_TOKENS}, {_WRITTEN}, Tensor(o!) out, int T, {_END}", _step_op)
+_define(
+    "step",
+    f"Tensor plan, Tensor? tree, int layer, {_TOKENS}, Tensor(s!) state, {_RINGS}, Tensor? conv, Tensor(o!) out, int T, {_END}",
+    _step_op,
+)
 _define(
     "conv",
-    f"Tensor plan, int layer, Tensor x, Tensor weight, Tensor? bias, Tensor(r!) ring, Tensor(o!) out, int T, bool silu, {_END}",
+    f"Tensor plan, Tensor? tree, int layer, Tensor x, Tensor weight, Tensor? bias, Tensor(r!) ring, Tensor(o!) out, int T, "
+    f"bool silu, {_END}",
     _conv_op,
 )
 _define(

@@ -85,29 +85,38 @@ class Ring:
         """After prefill: the slot starts anew from this state [H, V, K]."""
         self.slots[slot] = Slot(state.to(torch.float64))
 
-    def _run(self, state: Tensor, records: list[dict[str, Tensor]]) -> tuple[Tensor | None, Tensor]:
+    def _run(self, state: Tensor, records: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         if not records:
-            return None, state
+            return torch.empty(0), state
         joined = {name: torch.cat([r[name] for r in records]) for name in records[0]}
         return decode(self.row, state, **joined, **self.weights)  # type: ignore[arg-type]  # keywords of tensors alone
 
-    def step(self, slot: int, tokens: list[dict[str, Tensor]], force: bool = False) -> Tensor | None:
-        """Outputs [t, H, V] of the step's tokens (None for t = 0); a flush folds the committed records first."""
+    def step(
+        self, slot: int, tokens: list[dict[str, Tensor]], force: bool = False, parents: list[int] | None = None
+    ) -> Tensor | None:
+        """Outputs [t, H, V] of the step's tokens (None for t = 0); a flush folds the committed records first.
+
+        Token i follows token parents[i] < i, or the committed records where that is -1; None: the token before.
+        """
         s = self.slots[slot]
         s.flush = bool(flush_rule(force, s.count, len(tokens), self.W))
         if s.flush:
             _, s.checkpoint = self._run(s.checkpoint, s.records)
             s.records = []
         s.step = tokens
-        o, _ = self._run(s.checkpoint, s.records + tokens)
-        return None if o is None else o[len(s.records) :]
+        states, outputs = {-1: self.materialize(slot)}, []
+        for i, token in enumerate(tokens):
+            o, states[i] = self._run(states[i - 1 if parents is None else parents[i]], [token])
+            outputs.append(o)
+        return torch.cat(outputs) if outputs else None
 
-    def commit(self, slot: int, accepted: int) -> None:
-        """Keep the first `accepted` tokens of the step; a second commit of one step changes nothing."""
+    def commit(self, slot: int, accepted: int, path: list[int] | None = None) -> None:
+        """Keep the first `accepted` tokens of the step, or of a path through its tree; again changes nothing."""
         s = self.slots[slot]
         if s.step is None:
             return
-        s.records += s.step[:accepted]
+        kept = range(accepted) if path is None else path[:accepted]
+        s.records += [s.step[i] for i in kept]
         s.start, s.count = committed(s.start, s.count, int(s.flush), accepted, self.R)
         s.flushes += s.flush
         s.step = None

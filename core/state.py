@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import cursor, ops
+from . import checks, cursor, ops, transfer
 from .checks import FLAGS, INTEGERS, Checks, describe, expect
-from .cursor import PLAN_WIDTH, Cursors
+from .cursor import PLAN_WIDTH, Cursors, Plan
 from .layout import ACTIVATIONS, Buffers, Layout
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One engine step: what every layer reads instead of cursors.
-
-    Attributes:
-        rows: [B, len(PLAN)] int32, a view of the state's fixed plan buffer: the next ``plan`` overwrites it.
-        T: most tokens of a row.
-        tokens: packed token rows N of this step's tensors; None where only the device knows (cu_seqlens).
-    """
-
-    rows: Tensor
-    T: int
-    tokens: int | None
-
-
-@dataclass(frozen=True)
-class Export:
-    """Everything some requests are, on the host: the layout's spec and the tensors [L, B, ...] by name, cursors [B]."""
-
-    spec: str
-    tensors: dict[str, Tensor]
+from .transfer import Export
 
 
 def _debug_from_environment() -> bool:
@@ -82,13 +59,7 @@ class ReplayState:
             raise ValueError(f"layers, slots, max_rows: expected >= 1, got {layers}, {slots}, {max_rows}")
         if buffers is not None:
             device = buffers.state.device
-        device = torch.device(device)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            found = torch.cuda.device_count() or "no"
-            raise ValueError(
-                f"device: expected a device of this machine, got {device} and torch finds {found} CUDA GPU; use 'cpu'"
-            )
-        device = torch.empty(0, device=device).device  # with its index: torch.device("cuda") equals no tensor's device
+        device = checks.present(device)
         backend = backend or ("triton" if device.type == "cuda" else "torch")
         if backend not in ops.BACKENDS:
             raise NotImplementedError(f"backend: expected one of {list(ops.BACKENDS)}, got {backend!r}")
@@ -96,15 +67,7 @@ class ReplayState:
             raise NotImplementedError(
                 f"backend: triton needs a CUDA device (or TRITON_INTERPRET=1), got {device}; use backend='torch'"
             )
-        derived = layout.recurrence.decay == "derived"
-        if derived != (A is not None):
-            raise ValueError(
-                f"A: expected {'[layers, H] fp32' if derived else 'None'} for {layout.recurrence.name}, got {describe(A)}"
-            )
-        if A is not None:
-            expect("A", A, (layers, layout.H), torch.float32, device)
-            if not A.is_contiguous():
-                raise ValueError(f"A: expected contiguous [layers, H], got strides {A.stride()}")
+        checks.kept_A(A, layout, layers, device)
         self.layout, self.layers, self.slots, self.device, self.backend, self.A = layout, layers, slots, device, backend, A
         if buffers is None:
             buffers = layout.allocate(layers, slots, device)
@@ -116,6 +79,7 @@ class ReplayState:
         debug = _debug_from_environment() if debug is None else debug
         self._checks = Checks(layout, layers, slots, self.device, self.cursors, debug)
         self._plans = torch.zeros(max_rows, PLAN_WIDTH, dtype=torch.int32, device=device)
+        self._trees = torch.zeros(max_rows, 2, layout.T_max, dtype=torch.int32, device=device)
         self._pool = ops.arguments.pool(buffers) if backend == "triton" else None
         self._ran: set[int] = set()
         self._spec = layout.spec  # TorchDynamo cannot trace its making
@@ -127,7 +91,14 @@ class ReplayState:
 
     # ---- a step --------------------------------------------------------------------------------------------------------
 
-    def plan(self, slots: Tensor, t: int | Tensor = 1, force: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Plan:
+    def plan(
+        self,
+        slots: Tensor,
+        t: int | Tensor = 1,
+        force: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Plan:
         """Decide the step: which rows flush, where records go. One tiny launch.
 
         Args:
@@ -136,6 +107,8 @@ class ReplayState:
                 tensor, the layout's T_max.
             force: [B] bool or int, non-zero where a row flushes in any case; with t = 0 the flush is alone.
             cu_seqlens: [B + 1] int, first packed token of each row; then t is their difference and must be left alone.
+            parents: [B, T_max] int, contiguous: each row a draft tree whose token i follows token parents[b, i] < i, or the
+                committed history where that is -1; entries from t on mean nothing. Copied. None: token i follows i - 1.
 
         Returns:
             The plan, valid until the next one. Its slots are pending until ``commit``.
@@ -158,15 +131,19 @@ class ReplayState:
             if per_row is not None or t != 1:
                 raise ValueError("t: expected to be left alone with cu_seqlens, which says the tokens of each row")
             T = layout.T_max
+        self._checks.of_tree("parents", parents, B)
         if self.debug:
             self._checks.debug_plan(slots, per_row, cu_seqlens)
-        rows = self._plans[:B]
+            self._checks.debug_parents(slots, T, per_row, cu_seqlens, parents)
+        rows, tree = self._plans[:B], None if parents is None else self._trees[:B]
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.plan(slots, per_row, force, cu_seqlens, *self.cursors, rows, T, self._spec, self.backend)
+            torch.ops.replayssm.plan(
+                slots, per_row, force, cu_seqlens, parents, *self.cursors, rows, tree, T, self._spec, self.backend
+            )
         else:
-            ops.plan(slots, per_row, force, cu_seqlens, self.cursors, rows, T, layout, self.backend)
+            ops.plan(slots, per_row, force, cu_seqlens, self.cursors, rows, T, layout, self.backend, parents, tree)
         self._ran.clear()
-        return Plan(rows, T, None if cu_seqlens is not None else B * T)
+        return Plan(rows, T, None if cu_seqlens is not None else B * T, tree)
 
     def step(
         self,
@@ -224,10 +201,10 @@ class ReplayState:
             self._ran.add(layer)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.step(
-                plan.rows, layer, *x.values(), *w.values(), *self.buffers, out, plan.T, self._spec, self.backend
+                plan.rows, plan.tree, layer, *x.values(), *w.values(), *self.buffers, out, plan.T, self._spec, self.backend
             )
         else:
-            ops.step(plan.rows, layer, x, w, self.buffers, out, plan.T, layout, self.backend, self._pool)
+            ops.step(plan.rows, layer, x, w, self.buffers, out, plan.T, layout, self.backend, self._pool, plan.tree)
         return out
 
     def conv(
@@ -266,23 +243,40 @@ class ReplayState:
         ring = self.buffers.conv
         assert ring is not None
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self._spec, self.backend)
+            torch.ops.replayssm.conv(
+                plan.rows, plan.tree, layer, x, weight, bias, ring, out, plan.T, silu, self._spec, self.backend
+            )
         else:
-            ops.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout, self.backend)
+            ops.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout, self.backend, plan.tree)
         return out
 
-    def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
-        """Keep the first accepted[b] tokens of each row, 0 ... t, [B] int; None keeps all. Again changes nothing."""
+    def commit(self, plan: Plan, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+        """Keep some of each row's tokens and move the cursors past them. Again changes nothing.
+
+        Args:
+            accepted: [B] int, how many, 0 ... t; None keeps all t.
+            path: [B, T_max] int, contiguous, of a plan with parents alone: the numbers of the tokens that stay, from a root
+                down; the first accepted[b] count. Their records are moved together in every layer. Without parents it is the
+                first tokens that stay.
+        """
+        B = plan.rows.shape[0]
         if accepted is not None:
-            expect("accepted", accepted, (plan.rows.shape[0],), INTEGERS, self.device)
-            if self.debug:
-                slot, t = (plan.rows[:, cursor.PLAN.index(name)] for name in ("slot", "t"))
-                wrong = ((slot >= 0) & ((accepted < 0) | (accepted > t))).nonzero().flatten().tolist()
-                if wrong:
-                    raise ValueError(
-                        f"accepted: expected 0 ... t, got {int(accepted[wrong[0]])} of {int(t[wrong[0]])} in row {wrong[0]}"
-                    )
-        if torch.compiler.is_compiling():
+            expect("accepted", accepted, (B,), INTEGERS, self.device)
+        if (path is None) != (plan.tree is None):
+            wanted = "None for a plan without parents" if plan.tree is None else f"[{B}, T_max] for a plan with parents"
+            raise ValueError(f"path: expected {wanted}, got {describe(path)}")
+        self._checks.of_tree("path", path, B)
+        if self.debug:
+            self._checks.debug_commit(plan, accepted, path)
+        compiling = torch.compiler.is_compiling()
+        if path is not None and compiling:
+            torch.ops.replayssm.compact(
+                plan.rows, path, accepted, *self.buffers, self.cursors.pending, self._spec, self.backend
+            )
+        elif path is not None:
+            pending = self.cursors.pending
+            ops.compact(plan.rows, path, accepted, self.buffers, pending, self.layout, self.backend, self._pool)
+        if compiling:
             torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
         else:
             ops.commit(plan.rows, accepted, self.cursors, self.layout, self.backend)
@@ -402,39 +396,19 @@ class ReplayState:
         B = self._checks.slots("src", src, settled=True)
         if self._checks.slots("dst", dst, settled=True, distinct=True) != B:
             raise ValueError(f"dst: expected {B} slots as in src, got {dst.shape[0]}")
-        at, to = src.long().clamp(min=0), torch.where(src >= 0, dst, -1)
-        for buffer in self.buffers:
-            for one in () if buffer is None else buffer:
-                ops.eager.scatter(one, to, one[at])
-        for name, one in self.cursors._asdict().items():
-            if name != "pending":
-                ops.eager.scatter(one, to, one[at])
+        to = torch.where(src >= 0, dst, -1)
+        transfer.copy(src, to, self.buffers, self.cursors)
         self._settle(to)
 
     def export(self, slots: Tensor) -> Export:
         """Everything the slots are, copied to the host; waits for the device."""
         self._checks.slots("slots", slots, settled=True)
-        at = slots.long()
-        if bool((at < 0).any()):
-            raise ValueError(f"slots: expected live slots, got {slots.tolist()}")
-        tensors = {name: x[:, at].cpu() for name, x in self.buffers._asdict().items() if x is not None}
-        return Export(self._spec, tensors | {f"cursor.{name}": x[at].cpu() for name, x in self.cursors._asdict().items()})
+        return transfer.export(slots, self.buffers, self.cursors, self._spec)
 
     def import_(self, slots: Tensor, exported: Export) -> None:
         """The slots become what ``export`` read, in this state or another of the same layout and number of layers."""
-        if exported.spec != self._spec:
-            raise ValueError(f"exported: expected layout {self._spec}, got {exported.spec}")
-        B = self._checks.slots("slots", slots, settled=True, distinct=True)
-        if exported.tensors["state"].shape[:2] != (self.layers, B):
-            raise ValueError(f"exported: expected [{self.layers}, {B}, ...], got {list(exported.tensors['state'].shape)}")
-        for name, x in self.buffers._asdict().items():
-            if x is not None:
-                values = exported.tensors[name].to(self.device)
-                for i in range(self.layers):
-                    ops.eager.scatter(x[i], slots, values[i])
-        for name, x in self.cursors._asdict().items():
-            if name != "pending":
-                ops.eager.scatter(x, slots, exported.tensors[f"cursor.{name}"].to(self.device))
+        self._checks.slots("slots", slots, settled=True, distinct=True)
+        transfer.import_(slots, exported, self.buffers, self.cursors, self._spec)
         self._settle(slots)
 
     def _restart(self, slots: Tensor, keys: Tensor | None) -> None:

@@ -48,15 +48,19 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
     A = torch.zeros(2, layout.H) if layout.recurrence.decay == "derived" else None
     out = torch.empty(2, layout.H, layout.V, dtype=layout.act)
     states = torch.zeros(2, 2, layout.H, layout.V, layout.K)
-    lines = torch.zeros(2, 64, dtype=layout.act)
+    lines, taps = torch.zeros(2, 64, dtype=layout.act), torch.zeros(64, 4)
+    parents, tree = torch.zeros(2, layout.T_max, dtype=torch.int32), torch.zeros(2, 2, layout.T_max, dtype=torch.int32)
     recorded = []
     run = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **kw: recorded.append((self, args, kw))
     try:
         ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton")
+        ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton", parents, tree)
         ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
         ops.step(rows, 1, x, w, buffers, out, layout.T_max, layout, "triton")
-        ops.conv(rows, 1, lines, torch.zeros(64, 4), None, buffers.conv, lines.clone(), 1, True, layout, "triton")
+        ops.conv(rows, 1, lines, taps, None, buffers.conv, lines.clone(), 1, True, layout, "triton")
+        ops.conv(rows, 1, lines, taps, None, buffers.conv, lines.clone(), 1, True, layout, "triton", tree)
+        ops.compact(rows, parents, slots, buffers, cursors.pending, layout, "triton")
         ops.commit(rows, None, cursors, layout, "triton")
         ops.commit(rows, slots, cursors, layout, "triton")
         ops.fold(slots, buffers, cursors, A, layout, "triton")

@@ -14,6 +14,7 @@ SMALL = [case.name for case in (*FAMILY.values(), *READY.values())]
 KERNELS = {
     "_plan_kernel",
     "_commit_kernel",
+    "_compact_kernel",
     "_folded_kernel",
     "_decode_kernel",
     "_verify_kernel",

@@ -45,6 +45,9 @@ class Engine:
     def ints(self, *values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
+    def table(self, columns=T_MAX):
+        return self.ints(*[-1] * 3 * columns).view(3, columns)
+
     def tensors(self) -> list[torch.Tensor]:
         return [x for x in (*self.state.buffers, *self.state.cursors) if x is not None]
 
@@ -96,6 +99,10 @@ BETWEEN = [
     ("cu_seqlens", "[4] torch.int32 or torch.int64, got [3]", lambda e: e.plan(e.slots, cu_seqlens=e.ints(0, 1, 2))),
     ("t", "to be left alone with cu_seqlens", lambda e: e.plan(e.slots, t=2, cu_seqlens=e.ints(0, 1, 1, 2))),
     ("t", "to be left alone with cu_seqlens", lambda e: e.plan(e.slots, t=e.slots, cu_seqlens=e.ints(0, 1, 1, 2))),
+    ("parents", "[3, 2] torch.int32 or torch.int64, got [3] torch.int32", lambda e: e.plan(e.slots, parents=e.slots)),
+    ("parents", "got [3, 2] torch.float32", lambda e: e.plan(e.slots, parents=e.table().float())),
+    ("parents", "contiguous [B, T_max], got strides (4, 1)", lambda e: e.plan(e.slots, parents=e.table(4)[:, :2])),
+    ("parents", "got meta", lambda e: e.plan(e.slots, parents=e.table().to(META))),
     ("slots", "got [3] torch.float32", lambda e: e.fold(e.slots.float())),
     ("slots", "device", lambda e: e.fold(e.slots.to(META))),
     ("n", "[3] torch.int32 or torch.int64, got [2] torch.int32", lambda e: e.materialize(e.slots, n=e.ints(0, 0))),
@@ -295,6 +302,48 @@ def test_debug_under_a_plan():
     engine.commit(engine.now)
     engine.now = engine.plan(engine.slots)
     engine.step(1)
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
+def test_paths_belong_to_trees(debug):
+    """A plan with parents takes a path, one without takes none."""
+    engine = Engine("gdn", debug)
+    now = engine.plan(engine.slots)
+    engine.refuses(ValueError, r"^path: expected None .*, got \[3, 2\]", lambda: engine.commit(now, path=engine.table()))
+    engine.commit(now)
+    now, one = engine.plan(engine.slots, parents=engine.table()), engine.ints(1, 0, 1)
+    for path, fragment in (
+        (None, "[3, T_max] for a plan with parents, got None"),
+        (engine.slots, "[3, 2] torch.int32 or torch.int64, got [3] torch.int32"),
+        (engine.table().float(), "got [3, 2] torch.float32"),
+        (engine.table(4)[:, :2], "contiguous [B, T_max], got strides (4, 1)"),
+        (engine.table().to(META), "got meta"),
+    ):
+        engine.refuses(ValueError, expectation("path", fragment), lambda path=path: engine.commit(now, one, path))
+
+
+def test_debug_of_trees():
+    """Parents stand before their tokens, a path goes from a root down; padding and unused entries are not judged."""
+    engine, t = Engine("gdn", True), torch.tensor([2, 9, 1])
+    for parents, message in (
+        ([0, 0, 9, 9, -1, 9], "-1 ... -1 for token 0, got 0 in row 0"),
+        ([-1, 1, 9, 9, -1, 9], "-1 ... 0 for token 1, got 1 in row 0"),
+        ([-1, 0, 9, 9, -2, 9], "-1 ... -1 for token 0, got -2 in row 2"),
+    ):
+        parents = engine.ints(*parents).view(3, 2)
+        call = lambda parents=parents: engine.plan(engine.slots, t=t, parents=parents)  # noqa: E731
+        engine.refuses(ValueError, expectation("parents", message), call)
+    now = engine.plan(engine.slots, t=t, parents=engine.ints(-1, -1, 9, 9, -1, 9).view(3, 2))
+    for path, accepted, message in (
+        ([0, 1], 2, "a child of token 0 at 1, got 1 of 2 in row 0"),
+        ([2, 1], 1, "a token that follows the committed history at 0, got 2 of 2 in row 0"),
+        ([-1, 1], 1, "a token that follows the committed history at 0, got -1 of 2 in row 0"),
+    ):
+        path, accepted = engine.ints(*path, 9, 9, 0, 9).view(3, 2), engine.ints(accepted, 5, 1)
+        call = lambda path=path, accepted=accepted: engine.commit(now, accepted, path)  # noqa: E731
+        engine.refuses(ValueError, expectation("path", message), call)
+    engine.commit(now, engine.ints(1, 5, 1), engine.ints(1, 9, 9, 9, 0, 9).view(3, 2))
+    assert engine.state.cursors.count.tolist() == [2, 0, 2, 0]
 
 
 def test_debug_lets_padding_rows_hold_anything():

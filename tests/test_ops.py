@@ -53,19 +53,23 @@ def op_calls(case):
     one = Layers(case, "torch", T_max=2, device="cpu")
     s, end = one.state, (one.layout.spec, "torch")
     rows = torch.zeros(3, len(s.plan(one.slots).rows[0]), dtype=torch.int32)
-    yield "plan", (one.slots, None, None, None, *s.cursors, rows.clone(), 1, *end)
-    yield "plan", (one.slots.int(), one.ints(2, 0, 1), one.ints(0, 1, 1), None, *s.cursors, rows.clone(), 2, *end)
-    yield "plan", (one.slots, None, None, one.ints(0, 2, 2, 3), *s.cursors, rows.clone(), 2, *end)
-    plan = s.plan(one.slots, t=2)
+    parents, tree = one.ints(-1, -1, -1, 0, -1, 0).view(3, 2), torch.zeros(3, 2, 2, dtype=torch.int32)
+    yield "plan", (one.slots, None, None, None, None, *s.cursors, rows.clone(), None, 1, *end)
+    yield "plan", (one.slots.int(), one.ints(2, 0, 1), one.ints(0, 1, 1), None, None, *s.cursors, rows.clone(), None, 2, *end)
+    yield "plan", (one.slots, None, None, one.ints(0, 2, 2, 3), parents, *s.cursors, rows.clone(), tree, 2, *end)
+    plan = s.plan(one.slots, t=2, parents=parents)
     x = {"q": None, "k": None, "v": None, "b": None, "a": None, "z": None} | one.tokens(6, z=not case.recurrence.delta)
     w = one.weights if s.A is None else one.weights | {"A": s.A[1]}
-    yield "step", (plan.rows, 1, *x.values(), *w.values(), *s.buffers, torch.empty(6, case.H, case.V), 2, *end)
-    for bias in (None, one.bias):
-        x, out, silu = one.randn(6, C), torch.empty(6, C), bias is None
-        yield "conv", (plan.rows, 1, x, one.filter, bias, s.buffers.conv, out, 2, silu, *end)
+    for tree in (None, plan.tree):
+        yield "step", (plan.rows, tree, 1, *x.values(), *w.values(), *s.buffers, torch.empty(6, case.H, case.V), 2, *end)
+    for bias, tree in ((None, plan.tree), (one.bias, None)):
+        lines, out, silu = one.randn(6, C), torch.empty(6, C), bias is None
+        yield "conv", (plan.rows, tree, 1, lines, one.filter, bias, s.buffers.conv, out, 2, silu, *end)
+    for accepted in (None, one.ints(1, 0, 1)):
+        yield "compact", (plan.rows, one.ints(1, 0, 0, 0, 1, 1).view(3, 2), accepted, *s.buffers, s.cursors.pending, *end)
     yield "commit", (plan.rows, None, *s.cursors, *end)
     yield "commit", (plan.rows, one.ints(1, 0, 2), *s.cursors, *end)
-    s.commit(plan)
+    s.commit(plan, one.ints(2, 0, 1), one.ints(0, 1, 0, 0, 0, 0).view(3, 2))
     for n in (None, one.ints(1, 0, 0)):
         yield "materialize", (one.slots, n, *s.buffers, *s.cursors, s.A, one.states(), torch.tensor([1, 0, 2]), *end)
     yield "fold", (one.slots, *s.buffers, *s.cursors, s.A, *end)
@@ -91,8 +95,9 @@ def test_what_ops_declare_written():
     """No more than they write: a buffer declared mutated for nothing costs torch.compile a copy."""
     moved = {"start", "count", "flushes"}
     ring = {"ring_k", "ring_v", "beta", "g", "u", "gsum", "rnorm"}
-    assert {name: writes(name) for name in ("plan", "commit", "step", "conv", "materialize", "fold", "load")} == {
-        "plan": {"pending", "out"},
+    assert {name: writes(name) for name in ("plan", "compact", "commit", "step", "conv", "materialize", "fold", "load")} == {
+        "plan": {"pending", "out", "tree"},
+        "compact": {"conv"} | ring,
         "commit": moved | {"pending"},
         "step": {"state", "out"} | ring,
         "conv": {"ring", "out"},
@@ -123,6 +128,13 @@ def test_compiled_steps_equal_eager(case, backend):
         one.state.commit(plan, accepted)
         return filtered, torch.stack(o).sum(0), one.state.materialize(slots), one.state.conv_window(slots)
 
+    def draft(one, slots, parents, accepted, path, x, lines):
+        plan = one.state.plan(slots, t=T_max, parents=parents)
+        filtered = one.state.conv(1, plan, lines, one.filter, one.bias)
+        o = [one.state.step(layer, plan, **x, **one.weights) for layer in range(LAYERS)]
+        one.state.commit(plan, accepted, path)
+        return filtered, torch.stack(o).sum(0), one.state.materialize(slots), one.state.conv_window(slots)
+
     def replace(one, slots, fresh, states, history):
         one.state.fold(slots)
         one.state.load(fresh, states, conv=history, keys=fresh)
@@ -136,7 +148,7 @@ def test_compiled_steps_equal_eager(case, backend):
             assert torch.equal(x, compiled.tensors()[name]), name
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled_of = {f: torch.compile(f, fullgraph=True, backend=counter) for f in (decode, replace)}
+    compiled_of = {f: torch.compile(f, fullgraph=True, backend=counter) for f in (decode, draft, replace)}
     before = {name: x.clone() for name, x in compiled.tensors().items()}
     for i, slots in enumerate(([2, -1, 0], [0, 3, -1], [0, 2, 3])):
         x, lines = eager.tokens(3 * T_max), eager.randn(3 * T_max, C)
@@ -145,6 +157,9 @@ def test_compiled_steps_equal_eager(case, backend):
     moved = {"start", "count", "pending", "flushes"}
     changed = {name for name, x in compiled.tensors().items() if not torch.equal(x, before[name])}
     assert changed == (set(before) | moved) - {"key"}
+    roots, last = (eager.ints(*row).repeat(3, 1) for row in ([-1] * T_max, [T_max - 1] * T_max))
+    x, lines = eager.tokens(3 * T_max), eager.randn(3 * T_max, C)
+    same(draft, eager.ints(1, -1, 2), roots, eager.ints(1, 0, 1), last, x, lines)
     counts = compiled.state.cursors.count.clone()
     same(replace, eager.ints(0, -1, 3), eager.ints(1), eager.states(1), eager.randn(LAYERS, 1, 3, C))
     assert counts[[0, 3]].all() and compiled.state.cursors.count.tolist() == [0, 0, int(counts[2]), 0]

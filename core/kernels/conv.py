@@ -1,4 +1,7 @@
-"""Causal depthwise convolution of a step's tokens over the conv-input ring, whose rollback is a pointer move."""
+"""Causal depthwise convolution of a step's tokens over the conv-input ring, whose rollback is a pointer move.
+
+Input a is token a of the step, or for a < 0 a committed one, -1 the newest. A window is walked from its token back.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,19 @@ from .recurrence import at, token, wrap
 BLOCK = 256
 
 
+@triton.jit
+def before(a, parents):
+    """The input that input a follows; parents [T_max] of a row, None where each token follows the one before."""
+    if parents is None:
+        return a - 1
+    else:
+        return tl.where(a >= 0, tl.load(parents + a, mask=a >= 0, other=0), a - 1)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _conv_kernel(
     plan,
+    tree,
     layer,
     x,
     weight,
@@ -24,6 +37,7 @@ def _conv_kernel(
     out,
     C,
     R: tl.constexpr,
+    T_MAX: tl.constexpr,
     TAPS: tl.constexpr,
     SILU: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -36,18 +50,21 @@ def _conv_kernel(
     p_plan = plan + i_b * WIDTH
     slot, t, append, first = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 3), tl.load(p_plan + 5), tl.load(p_plan + 6)
     owned = tl.load(p_plan + 7)
+    parents = None if tree is None else tree + i_b * 2 * T_MAX
 
     for i_t in range(owned):
         y = tl.zeros([BLOCK], tl.float32)
         if i_t < t:
             if bias is not None:
                 y += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
-            for tap in tl.static_range(TAPS):
-                i = i_t - (TAPS - 1) + tap  # token of this step, or a committed one before it
-                row = wrap(append + i + tl.where(append + i < 0, R, 0), R)
-                before = tl.load(at(ring, layer, slot, 0) + row * ring.row + o_c, mask=m_c & (i < 0), other=0.0)
-                here = tl.load(token(x, first + i, 0) + o_c, mask=m_c & (i >= 0), other=0.0)
-                y += (before + here).to(tl.float32) * tl.load(weight + o_c * TAPS + tap, mask=m_c, other=0.0).to(tl.float32)
+            a = i_t
+            for back in tl.static_range(TAPS):
+                row = wrap(append + a + tl.where(append + a < 0, R, 0), R)
+                old = tl.load(at(ring, layer, slot, 0) + row * ring.row + o_c, mask=m_c & (a < 0), other=0.0)
+                new = tl.load(token(x, first + a, 0) + o_c, mask=m_c & (a >= 0), other=0.0)
+                tap = tl.load(weight + o_c * TAPS + TAPS - 1 - back, mask=m_c, other=0.0).to(tl.float32)
+                y += (old + new).to(tl.float32) * tap
+                a = before(a, parents)
             if SILU:
                 y *= tl.sigmoid(y)
         tl.store(token(out, first + i_t, 0) + o_c, y.to(out.ptr.dtype.element_ty), mask=m_c)
@@ -59,7 +76,16 @@ def _conv_kernel(
 
 
 def conv(
-    plan: Tensor, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Rows, out: Tensor, R: int, silu: bool
+    plan: Tensor,
+    layer: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ring: Rows,
+    out: Tensor,
+    R: int,
+    silu: bool,
+    tree: Tensor | None = None,
 ) -> None:
     """out [N, C] of the step's inputs x [N, C]; appends x to the ring. weight [C, taps], bias [C], both contiguous."""
     C, taps = weight.shape
@@ -67,6 +93,7 @@ def conv(
     with on_device(plan):
         _conv_kernel[grid](
             plan,
+            tree,
             layer,
             tokens(x[:, None]),
             weight,
@@ -75,6 +102,7 @@ def conv(
             tokens(out[:, None]),
             C,
             R=R,
+            T_MAX=1 if tree is None else tree.shape[2],
             TAPS=taps,
             SILU=silu,
             WIDTH=PLAN_WIDTH,

@@ -19,21 +19,45 @@ BLOCK = 128
 
 
 @triton.jit
+def ancestors(parents, tree, T_MAX: tl.constexpr, ROUNDS: tl.constexpr):
+    """A row's parents, -1 for what is no earlier token, and the bits of each token and its ancestors: 2^r in r rounds."""
+    o_t = tl.arange(0, 1 << ROUNDS)
+    parent = tl.load(parents + o_t, mask=o_t < T_MAX, other=-1)
+    parent = tl.where((parent >= 0) & (parent < o_t), parent, -1).to(tl.int32)
+    tl.store(tree + o_t, parent, mask=o_t < T_MAX)
+    bits, next_up = 1 << o_t, parent
+    for _ in tl.static_range(ROUNDS):
+        above = tl.maximum(next_up, 0)
+        bits |= tl.where(next_up >= 0, tl.gather(bits, above, 0), 0)
+        next_up = tl.where(next_up >= 0, tl.gather(next_up, above, 0), -1)
+    tl.store(tree + T_MAX + o_t, bits, mask=o_t < T_MAX)
+
+
+@triton.jit
 def _plan_kernel(
     slots,
     t,
     force,
     cu_seqlens,
+    parents,
     plan,
+    tree,
     cursors,
     B,
     T: tl.constexpr,
+    T_MAX: tl.constexpr,
+    ROUNDS: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i_b = tl.arange(0, BLOCK)  # one program: the order of rows is a sum over all of them
+    if tree is not None:
+        i_tree = tl.program_id(0) - 1
+        if i_tree >= 0:
+            ancestors(parents + i_tree * T_MAX, tree + i_tree * 2 * T_MAX, T_MAX, ROUNDS)
+            return
+    i_b = tl.arange(0, BLOCK)  # one program for all rows: their order is a sum over them
     m_b = i_b < B
     slot = tl.load(slots + i_b, mask=m_b, other=-1).to(tl.int64)
     live = slot >= 0
@@ -118,20 +142,27 @@ def plan(
     T: int,
     W: int,
     R: int,
+    parents: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> None:
-    """Write a plan row per batch row into ``out`` [B, len(PLAN)] and mark the slots pending."""
+    """Write a plan row per batch row into ``out`` [B, len(PLAN)] and mark the slots pending; with parents also ``tree``."""
     B = slots.shape[0]
+    T_max = 1 if tree is None else tree.shape[2]
     block = triton.next_power_of_2(B)
     with on_device(slots):
-        _plan_kernel[(1,)](
+        _plan_kernel[(1 if tree is None else 1 + B,)](
             slots,
             t,
             force,
             cu_seqlens,
+            parents,
             out,
+            tree,
             cursors,
             B,
             T=T,
+            T_MAX=T_max,
+            ROUNDS=(T_max - 1).bit_length(),
             W=W,
             R=R,
             WIDTH=PLAN_WIDTH,

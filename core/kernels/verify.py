@@ -255,9 +255,20 @@ def _verify_kernel(
 
 
 def verify(
-    plan: Tensor, layer: int, x: Inputs, w: Weights, pool: Buffers, out: Tensor, T: int, layout: Layout, launch: Launch
+    plan: Tensor,
+    layer: int,
+    x: Inputs,
+    w: Weights,
+    pool: Buffers,
+    out: Tensor,
+    T: int,
+    layout: Layout,
+    launch: Launch,
+    tree: Tensor | None = None,
 ) -> None:
     """One step of one layer, T <= 16 tokens per row at most: reads plan rows, writes ``out`` [N, H, V] and the pool."""
+    if tree is not None:
+        raise NotImplementedError("parents: supported is None (chains) with backend='triton', got a tree; use backend='torch'")
     with on_device(plan):
         _verify_kernel[(plan.shape[0] * layout.H,)](
             plan,

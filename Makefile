@@ -1,4 +1,4 @@
-.PHONY: demo test lint gpu
+.PHONY: demo test lint gpu gpu-bench
 
 demo: .venv/stamp
 	.venv/bin/replayssm run --model qwen3.5 --model nemotron-h --model kimi-linear
@@ -11,6 +11,9 @@ lint: .venv/stamp
 
 gpu:
 	ci/gpu
+
+gpu-bench:
+	ci/gpu-bench
 
 .venv/stamp: pyproject.toml setup.py ci/constraints.txt ci/environment
 	ci/environment

@@ -1,8 +1,8 @@
-"""Ships the two source folders with all their sub-packages, under the names they are imported by."""
+"""Ships the source folders with all their sub-packages, under the names they are imported by."""
 
 from setuptools import find_packages, setup
 
-FOLDERS = {"replayssm": "core", "replayssm.integrations": "integrations"}
+FOLDERS = {"replayssm": "core", "replayssm.integrations": "integrations", "replayssm.bench": "bench"}
 
 setup(
     package_dir=FOLDERS,

@@ -1,1 +1,1 @@
-"""Measurements on a GPU and the tables that defaults were chosen from; results/ holds what they wrote."""
+"""Measurements on a GPU, ours beside the peers'; results/ holds what they wrote and defaults were chosen from."""

@@ -1,128 +1,139 @@
-"""Times decode steps on a GPU: whole flush cycles, rows staggered, plan and commit charged, one CUDA graph.
-
-usage: python -m bench.decode [--layer NAME ...] [--batch B ...] [--out FILE]
-"""
+"""Decode steps of one token a request, ours and the peers', on equal inputs: whole flush cycles in a CUDA graph."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bench.timing import graph_us, header
-from replayssm import GDN, KDA, MAMBA2, Layout, ReplayState, launch
+from replayssm import launch
 
-LAYERS = {
-    "Qwen3.5-4B": dict(recurrence=GDN, H=32, G=16, V=128, K=128),
-    "Kimi-Linear-48B-A3B": dict(recurrence=KDA, H=32, G=32, V=128, K=128),
-    "Nemotron-3-Super-120B-A12B": dict(recurrence=MAMBA2, H=128, G=8, V=64, K=128),
-    "Nemotron-3-Nano-4B": dict(recurrence=MAMBA2, H=96, G=8, V=80, K=128),
-}
-MODEL_LAYERS = 8  # layers that share one plan and commit here; the models have 20 to 69
+from .contest import Absent, Contestant, Ours, best_candidate, error, timed
+from .peers import DECODE
+from .work import MODELS, Work, cold_groups
 
-
-def prepare(layout: Layout, B: int, layers: int = MODEL_LAYERS):
-    """A state of B staggered rows with finite random contents, and one step's inputs per layer."""
-    row = layout.recurrence
-    A = -torch.rand(layers, layout.H, device="cuda") - 0.1
-    state = ReplayState(layout, layers, B, "cuda", A=A if row.decay == "derived" else None)
-    for name, x in state.buffers._asdict().items():
-        if x is not None:
-            x.normal_()
-            if name in ("g", "gsum"):
-                x.abs_().neg_()
-    state.cursors.count.copy_(torch.arange(B, device="cuda") % layout.W + 1)
-    gate = (B, layout.H, layout.K) if row.per_channel else (B, layout.H)
-    shapes = {"q": (B, layout.G, layout.K), "k": (B, layout.G, layout.K), "v": (B, layout.H, layout.V), "b": (B, layout.H)}
-    if row.stores_g:
-        shapes["a"] = gate
-    x = {name: torch.randn(layers, *shape, device="cuda", dtype=layout.act) for name, shape in shapes.items()}
-    w = {"dt_bias": torch.randn(gate[1:], device="cuda"), "D": torch.randn(layout.H, device="cuda") if not row.delta else None}
-    if row.stores_g:
-        w["A"] = A[0].contiguous()
-    return state, x, w
+BATCHES = (256, 64, 16, 8, 4, 2, 1)
+ERROR_BOUND = 1e-2  # bf16 outputs, some from bf16 records: 4e-3 is usual
+STATE_BYTES = 24 * 2**30  # most that one contestant's states take; a model's further layers would not change a mean
 
 
-def cycle(state: ReplayState, x, w):
-    """The work of one flush cycle: W steps of plan, every layer, commit."""
-    B = x["q"].shape[1]
-    slots = torch.arange(B, device="cuda", dtype=torch.int32)
-    out = torch.empty(B, state.layout.H, state.layout.V, device="cuda", dtype=state.layout.act)
-
-    def work() -> None:
-        for _ in range(state.layout.W):
-            plan = state.plan(slots)
-            for layer in range(state.layers):
-                state.step(layer, plan, **{name: t[layer] for name, t in x.items()}, **w, out=out)
-            state.commit(plan)
-
-    return work
+def why(failed: Exception) -> str:
+    """A one-line reason."""
+    return " ".join(f"{'' if isinstance(failed, Absent) else type(failed).__name__ + ': '}{failed}".split())[:300]
 
 
-def measure(
-    name: str, B: int, ceiling: float, record: launch.Launch | None = None, layers: int = MODEL_LAYERS, **options
-) -> dict:
-    """One row: microseconds per layer and step, its byte floor and the share reached."""
-    layout = Layout(**LAYERS[name], **options)
-    chosen = launch.decode
-    if record is not None:
-        launch.decode = lambda layout, B: record
-    try:
-        state, x, w = prepare(layout, B, layers)
-        us, spread = graph_us(cycle(state, x, w), replays=10)
-    finally:
-        launch.decode = chosen
-    steps = layout.W * state.layers
-    model = layout.step_bytes()
-    bytes_ = B * (model.replay.total + model.io.total)
-    floor = bytes_ / ceiling * 1e6
+def check(kinds: Sequence[type[Contestant]], name: str, state: str, T: int = 1, W: int = 16) -> dict[str, float | str]:
+    """Per contestant its outputs' relative error against the oracle, or why it has none.
+
+    Raises:
+        RuntimeError: ours is wrong.
+    """
+    layout = MODELS[name].layout(W=W, T_max=T, state=state)
+    found: dict[str, float | str] = {}
+    for kind in kinds:
+        try:
+            found[kind.name] = error(kind, layout, T, B=8, candidate=kind.candidates[0])
+        except Exception as failed:
+            found[kind.name] = why(failed)
+        torch.cuda.empty_cache()
+    ours = found.get(Ours.name, 0.0)
+    if isinstance(ours, str) or not ours < ERROR_BOUND:
+        raise RuntimeError(f"{name}, state {state}, T = {T}: our own outputs are off by {ours}")
+    return found
+
+
+def absentees(found: dict[str, float | str]) -> dict[str, str]:
+    """The contestants that are not measured, each with its reason."""
+    wrong = {n: f"computes something else: outputs off by {e:.1e}" for n, e in found.items() if not isinstance(e, str)}
+    return {n: e for n, e in found.items() if isinstance(e, str)} | {
+        n: text
+        for n, text in wrong.items()
+        if not found[n] < ERROR_BOUND  # type: ignore[operator]
+    }
+
+
+def times(
+    kinds: Sequence[type[Contestant]], make: Callable[[int], Work], absent: dict[str, str], replays: int
+) -> tuple[dict[str, tuple[float, float]], dict[str, object]]:
+    """(median, spread) microseconds of each contestant that is not absent, and the settings chosen for those that have some.
+
+    Args:
+        make: a Work of so many layers at most; 0 for all.
+        absent: contestants left out; those that fail here are added.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    settings: dict[str, object] = {}
+    for kind in kinds:
+        if kind.name in absent:
+            continue
+        try:
+            chosen = best_candidate(kind, make(2))
+            if chosen is not None:
+                settings[kind.name] = chosen
+            found[kind.name] = timed(kind, make(0), replays, chosen)
+        except Exception as failed:
+            if kind is Ours:
+                raise
+            absent[kind.name] = why(failed)
+        torch.cuda.empty_cache()
+    return found, settings
+
+
+def measure(name: str, B: int, state: str, W: int, ceiling: float, found: dict[str, float | str], replays: int) -> dict:
+    """One row of results; ``found`` says who takes part (see ``check``)."""
+    model = MODELS[name]
+    layout = model.layout(W=W, state=state)
+    layers = max(2, min(model.layers, STATE_BYTES // (layout.state_bytes * B)))
+
+    def make(most: int) -> Work:
+        n = min(layers, most or layers)
+        return Work(layout, n, B, groups=cold_groups(layout, n, B), steps=W)
+
+    absent = absentees(found)
+    kinds = [kind for kind in (Ours, *DECODE[layout.recurrence.name]) if kind.name in found]
+    us, settings = times(kinds, make, absent, replays)
+    (ours, spread), peers = us.pop(Ours.name), {n: t for n, (t, _) in us.items()}
+    traffic = layout.step_bytes()
+    total = B * (traffic.replay.total + traffic.io.total)
+    floor = total / ceiling * 1e6
     return {
         "family": layout.recurrence.name,
         "layer": name,
         "batch": B,
         "T": 1,
-        "W": layout.W,
-        "state": layout.state,
+        "W": W,
+        "state": state,
         "read": None,
         "u": str(layout.u).removeprefix("torch."),
-        "us": us / steps,
-        "spread_us": spread / steps,
+        "us": ours,
+        "spread_us": spread,
         "floor_us": floor,
-        "bytes": bytes_,
-        "share": floor / (us / steps),
-        "launch": str(record or launch.decode(layout, B)),
+        "bytes": total,
+        "share": floor / ours,
+        "peers": peers,
+        "ratio": {n: t / ours for n, t in peers.items()},
+        "peer_spread_us": {n: s for n, (_, s) in us.items()},
+        "peer_settings": settings,
+        "absent": absent,
+        "layers": layers,
+        "launch": str(launch.decode(layout, B)),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layer", nargs="*", default=list(LAYERS))
-    parser.add_argument("--batch", nargs="*", type=int, default=[256])
-    parser.add_argument("--sweep", action="store_true", help="a dozen launches per layer")
-    parser.add_argument("--u", nargs="*", default=["float16"], help="dtypes of the readout helper")
-    parser.add_argument("--out")
-    args = parser.parse_args()
-    head, rows = header(), []
-    print(f"{head['device']}, read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s", flush=True)
-    for name, B, u in itertools.product(args.layer, args.batch, args.u):
-        sweep = [launch.Launch(*record) for record in SWEEP] if args.sweep else [None]
-        for record in sweep:
-            try:
-                row = measure(name, B, head["read_ceiling"], record, u=getattr(torch, u), layers=MODEL_LAYERS if B >= 64 else 2)
-            except Exception as error:  # a candidate that does not compile is not a result
-                print(f"{name} {B} {record}: {type(error).__name__}: {error}", flush=True)
-                continue
-            rows.append(row)
-            figures = f"{row['us']:8.1f} us  floor {row['floor_us']:7.1f}  share {row['share']:.2f}"
-            print(f"{name:28s} B {B:4d} u {u:9s} {figures}  {row['launch']}", flush=True)
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump({"header": head, "rows": rows}, file, indent=1)
-
-
-SWEEP = [(16, 64, 1, 3), (8, 64, 1, 3), (8, 128, 1, 3), (16, 32, 1, 3), (16, 64, 1, 4), (32, 64, 2, 3)]
-
-if __name__ == "__main__":
-    main()
+def rows(
+    names: Sequence[str],
+    batches: Sequence[int],
+    states: Sequence[str],
+    W: int,
+    ceiling: float,
+    with_peers: bool,
+    replays: int,
+    checks: dict[str, dict[str, float | str]],
+) -> Iterator[dict]:
+    """Rows of every layer, state format and batch, each as soon as it is measured; ``checks`` gathers what ``check`` found."""
+    for name in names:
+        kinds = (Ours, *(DECODE[MODELS[name].recurrence.name] if with_peers else ()))
+        for state in states:
+            found = checks[f"{name}, {state}"] = check(kinds, name, state, W=W)
+            for B in batches:
+                yield measure(name, B, state, W, ceiling, found, replays)

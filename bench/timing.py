@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 
 import torch
 import triton
@@ -54,8 +56,24 @@ def read_ceiling(gigabytes: float = 4.0) -> float:
     return best
 
 
-def header() -> dict[str, str | float]:
-    """Device, software and read ceiling of this run."""
+def commit(given: str | None = None) -> str:
+    """The commit measured: as given, from REPLAYSSM_COMMIT, or from git, where "+" marks changes since."""
+    if known := given or os.environ.get("REPLAYSSM_COMMIT"):
+        return known
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *args]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    head = git("rev-parse", "HEAD")
+    return head + ("+" if git("status", "--porcelain") else "") if head else "unknown"
+
+
+def header(given_commit: str | None = None) -> dict[str, str | float]:
+    """Device, software, commit and read ceiling of this run."""
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout
@@ -65,5 +83,6 @@ def header() -> dict[str, str | float]:
         "driver": driver.strip().splitlines()[0] if driver.strip() else "unknown",
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "commit": commit(given_commit),
         "read_ceiling": read_ceiling(),
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.u_precision import PRECISIONS, STEPS, drift, ready
 from tests.cases import FAMILY
 from tests.harness import DEVICE, GPU
+from tests.u_precision import PRECISIONS, STEPS, drift, ready
 
 
 @pytest.mark.parametrize("strong", [False, True], ids=["ordinary", "strong"])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import report
+from . import bench, report
+from .refuse import refuse
 
 app = typer.Typer(
     help="Decode recurrent layers from a checkpoint and a ring of recent inputs.",
@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()
@@ -42,7 +43,7 @@ def run(
     try:
         jobs = [compare.prepare(name, prompt, window, max_new_tokens, batch, device, dtype) for name in model]
     except (ValueError, NotImplementedError, OSError) as error:
-        _refuse(error)
+        refuse(error)
     results = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for job in jobs:
@@ -69,10 +70,5 @@ def _compare():
     except ModuleNotFoundError as missing:
         if missing.name not in ("transformers", "tokenizers"):
             raise
-        _refuse(f"{missing.name} is not installed; pip install 'replayssm[cli,transformers]'")
+        refuse(f"{missing.name} is not installed; pip install 'replayssm[cli,transformers]'")
     return compare
-
-
-def _refuse(error: object) -> NoReturn:
-    print(f"replayssm: {' '.join(str(error).split())}", file=sys.stderr)
-    raise typer.Exit(2)

@@ -1,6 +1,6 @@
 """How rough may the delta rule's readout helper u be? Errors against fp64 after 4,000 decode steps.
 
-usage: python -m bench.u_precision [--steps N] [--device DEVICE] [--out FILE]
+usage: python -m tests.u_precision [--steps N] [--device DEVICE] [--out FILE]
 
 Inputs have bf16 values in fp32 tensors, so that no output rounding hides the helper's. The conventional recurrence is the
 same tokens through the in-place fp32 recurrence of the engines.

@@ -1,0 +1,129 @@
+"""What is measured: the served models' layers, and the same weights, states and tokens for every contestant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from replayssm import GDN, KDA, MAMBA2, Layout, Recurrence
+
+# Twice an H200's L2: state that a step does not touch again before the next one comes from memory, as in a model.
+COLD_BYTES = 128 * 2**20
+# Probability that a draft token stays, given that all before it did.
+ACCEPTANCE = 0.75
+
+
+@dataclass(frozen=True)
+class Model:
+    """The recurrent layers of a served model: one layer's sizes, and how many layers share a plan."""
+
+    recurrence: Recurrence
+    H: int
+    G: int
+    V: int
+    K: int
+    layers: int
+
+    def layout(self, **options) -> Layout:
+        """One layer's layout."""
+        return Layout(self.recurrence, self.H, self.G, self.V, self.K, **options)
+
+
+MODELS = {
+    "Qwen3.5-4B": Model(GDN, 32, 16, 128, 128, 24),
+    "Kimi-Linear-48B-A3B": Model(KDA, 32, 32, 128, 128, 20),
+    "Nemotron-3-Super-120B-A12B": Model(MAMBA2, 128, 8, 64, 128, 40),
+    "Nemotron-3-Nano-4B": Model(MAMBA2, 96, 8, 80, 128, 21),
+}
+
+
+class Work:
+    """One measurement's requests: weights, starting states and tokens, drawn from one seed, so equal for every contestant.
+
+    Args:
+        layout: of every layer.
+        layers: how many share one plan.
+        B: requests of a step.
+        T: tokens of a request and step.
+        groups: sets of B requests that take turns, so that small batches do not find their states in the L2.
+        steps: how many steps are run, of which ``accepted`` says what stays.
+        entries: different token sets; a timing has one per layer, a check one per step.
+        staggered: whether requests start at different points of their window.
+
+    Attributes:
+        w: A, dt_bias [H] or [H, K], D [H] or None; fp32 tensors of bf16 values, which every contestant can hold exactly.
+        x: per name of ``ReplayState.step``, [entries, B T, ...] in the activation dtype.
+        slots: [groups, B] int32.
+        accepted: [steps, groups, B] int32, tokens that stay: the first, and each draft after it with probability 0.75 until
+            the first that does not.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        layers: int,
+        B: int,
+        T: int = 1,
+        groups: int = 1,
+        steps: int = 1,
+        entries: int | None = None,
+        staggered: bool = True,
+        device: torch.device | str = "cuda",
+        seed: int = 0,
+    ) -> None:
+        self.layout, self.layers, self.B, self.T, self.groups = layout, layers, B, T, groups
+        self.steps, self.staggered, self.device, self.seed = steps, staggered, torch.device(device), seed
+        self.slots = torch.arange(groups * B, device=device, dtype=torch.int32).view(groups, B)
+        generator = torch.Generator(device).manual_seed(seed)
+        row, H, G, V, K = layout.recurrence, layout.H, layout.G, layout.V, layout.K
+
+        def rand(*shape: int) -> Tensor:
+            return torch.rand(*shape, generator=generator, device=device)
+
+        self.w: dict[str, Tensor | None] = {
+            "A": -torch.exp(rand(H) * 3 - 2),
+            "dt_bias": (rand(*((H, K) if row.per_channel else (H,))) * 2 - 3).bfloat16().float(),
+            "D": None if row.delta else rand(H).bfloat16().float(),
+        }
+        self.entries = layers if entries is None else entries
+        shapes = {"q": (G, K), "k": (G, K), "v": (H, V), "b": (H,)}
+        if row.stores_g:
+            shapes["a"] = (H, K) if row.per_channel else (H,)
+
+        def tokens(name: str, shape: tuple[int, ...]) -> Tensor:
+            x = torch.randn(self.entries, B * T, *shape, generator=generator, device=device)
+            keep_states_small = K**-0.5 if name == "k" and not row.normalize else 1.0
+            return (x * keep_states_small).to(layout.act)
+
+        self.x = {name: tokens(name, shape) for name, shape in shapes.items()}
+        stays = rand(steps, groups, B, T - 1) < ACCEPTANCE
+        self.accepted = 1 + stays.cumprod(-1).sum(-1, dtype=torch.int32)
+
+    def fill_states(self, states: Tensor) -> Tensor:
+        """The starting states, written into [layers, groups B, H, V, K] of any floating dtype."""
+        generator = torch.Generator(states.device).manual_seed(self.seed + 1)
+        return states.normal_(std=self.layout.K**-0.5, generator=generator)
+
+    def states(self) -> Tensor:
+        """The starting states in a tensor of their own, in the checkpoint's dtype."""
+        layout = self.layout
+        shape = (self.layers, self.groups * self.B, layout.H, layout.V, layout.K)
+        return self.fill_states(torch.empty(shape, dtype=layout.format.dtype, device=self.device))
+
+    def entry(self, e: int) -> dict[str, Tensor]:
+        """One token set, [B T, ...] each."""
+        return {name: x[e] for name, x in self.x.items()}
+
+    @cached_property
+    def phases(self) -> Tensor:
+        """[groups, B] where in its window each request starts: spread evenly, or 0 for all."""
+        at = torch.arange(self.groups * self.B, device=self.device).view(self.groups, self.B)
+        return at if self.staggered else torch.zeros_like(at)
+
+
+def cold_groups(layout: Layout, layers: int, B: int) -> int:
+    """How many sets of B requests take turns so that a state returns only after COLD_BYTES of others."""
+    return max(1, -(-COLD_BYTES // (layout.state_bytes * layers * B)))

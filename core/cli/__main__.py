@@ -1,0 +1,5 @@
+"""``python -m replayssm.cli``: the command without an installed script."""
+
+from . import main
+
+main()

@@ -1,0 +1,149 @@
+"""The ``bench`` commands and ``report``: options and tables; what they do is the package ``replayssm.bench``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .refuse import refuse
+
+app = typer.Typer(help="Time our kernels beside the peers' on a CUDA GPU, or fetch the peers.", no_args_is_help=True)
+PEERS = Path(".peers")
+CACHE = Path.home() / ".cache/replayssm/peers"
+
+Layers = Annotated[list[str] | None, typer.Option("--layer", help="A model's layer; may be repeated; default: all.")]
+Peers = Annotated[Path, typer.Option(help="Folder that `replayssm bench stage` wrote; without it, ours alone.")]
+Out = Annotated[Path | None, typer.Option(help="File to write header and rows to, as JSON.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to name in the header; default: REPLAYSSM_COMMIT or git's.")]
+Json = Annotated[bool, typer.Option("--json", help="Print header and rows as JSON and no table.")]
+
+
+@app.command()
+def stage(
+    out: Annotated[Path, typer.Option(help="Folder to fill; about 60 MB.")] = PEERS,
+    cache: Annotated[Path, typer.Option(help="Wheels and compiled objects, kept for the next time.")] = CACHE,
+    python: Annotated[str, typer.Option(help="Python of the GPU machine.")] = "3.12",
+    arch: Annotated[str, typer.Option(help="Compute capability of its GPU.")] = "9.0",
+    cuda: Annotated[Path, typer.Option(envvar="CUDA_HOME", help="CUDA toolkit to compile with.")] = Path("/usr/local/cuda"),
+    compile: Annotated[bool, typer.Option(help="Compile the CUDA kernels: FlashInfer's Mamba-2 and SGLang's KDA.")] = True,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens a step of FlashInfer's objects, six minutes each; default: 1, 4 and 8.")
+    ] = None,
+) -> None:
+    """Fetch the peers' kernels from the package index, to be copied to the GPU machine; needs no GPU."""
+    from replayssm.bench.stage import mamba2_objects, stage
+
+    try:
+        stage(
+            out,
+            cache,
+            python,
+            arch,
+            cuda if compile else None,
+            mamba2_objects(tokens or (1, 4, 8)),
+            say=Console(stderr=True).print,
+        )
+    except ValueError as error:
+        refuse(error)
+
+
+@app.command()
+def decode(
+    layer: Layers = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", help="Requests of a step; may be repeated.")] = None,
+    state: Annotated[list[str] | None, typer.Option("--state", help="Checkpoint format; may be repeated.")] = None,
+    window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
+    peers: Peers = PEERS,
+    replays: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 8,
+    out: Out = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """One token a request: microseconds per layer and step over whole flush cycles, share of the byte floor, ratios."""
+    names, batches, with_peers = _prepare(layer, batch, peers)
+    states = state or ["fp32"]
+    from replayssm.bench import decode, timing
+
+    checks: dict = {}
+    head = timing.header(commit) | {"checks": checks}
+    rows = decode.rows(names, batches, states, window, head["read_ceiling"], with_peers, replays, checks)
+    _run(head, rows, len(names) * len(states) * len(batches), out, as_json)
+
+
+def _prepare(layers: list[str] | None, batches: list[int] | None, peers: Path) -> tuple[list[str], list[int], bool]:
+    """Layers and batches to measure and whether the peers are there; refuses what cannot run here."""
+    import torch
+
+    from replayssm.bench import decode, work
+    from replayssm.bench import peers as projects
+
+    names = layers or list(work.MODELS)
+    for name in names:
+        if name not in work.MODELS:
+            refuse(f"layer: expected one of {', '.join(work.MODELS)}, got {name!r}")
+    for B in batches or ():
+        if B < 1:
+            refuse(f"batch: expected >= 1, got {B}")
+    if not torch.cuda.is_available():
+        refuse("bench: expected a CUDA GPU, and torch finds none")
+    if peers.is_dir():
+        projects.use(peers)
+    elif peers != PEERS:
+        refuse(f"peers: expected a folder that `replayssm bench stage` wrote, got {peers}")
+    return names, batches or list(decode.BATCHES), peers.is_dir()
+
+
+def _run(head: dict, rows: Iterable[dict], total: int, out: Path | None, as_json: bool) -> None:
+    """Measure row by row, each written at once, so that a run cut short keeps what it has; then print all."""
+    results = {"header": head, "rows": []}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("rows", total=total)
+        for row in rows:
+            results["rows"].append(row)
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(results, indent=1) + "\n")
+            progress.advance(task)
+            progress.console.print(f"{row['layer']}, batch {row['batch']}, T {row['T']}: {row['us']:.1f} us", highlight=False)
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        _print(results)
+
+
+def _print(results: dict) -> None:
+    """The table, what is absent and why, and the output errors."""
+    console, head = Console(highlight=False, width=200), results["header"]
+    console.print(f"{head['device']}, torch {head['torch']}, Triton {head['triton']}, commit {head['commit'][:12]}")
+    console.print(f"read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s")
+    table = Table(
+        "layer", "batch", "T", "W", "state", "us", "spread", "floor us", "share", "peers, us (ratio)", box=None, pad_edge=False
+    )
+    for row in results["rows"]:
+        peers = ", ".join(f"{name} {us:.1f} ({us / row['us']:.2f})" for name, us in row["peers"].items())
+        figures = (row["us"], row["spread_us"], row["floor_us"])
+        table.add_row(
+            row["layer"],
+            str(row["batch"]),
+            str(row["T"]),
+            str(row["W"]),
+            row["state"],
+            *(f"{x:.1f}" for x in figures),
+            f"{row['floor_us'] / row['us']:.2f}",
+            peers,
+        )
+    console.print(table)
+    absent = {(row["layer"], name): reason for row in results["rows"] for name, reason in row["absent"].items()}
+    for (layer, name), reason in absent.items():
+        console.print(f"absent: {name} for {layer}: {reason}", markup=False, soft_wrap=True)
+    for layer, found in head.get("checks", {}).items():
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in found.items() if not isinstance(error, str))
+        console.print(f"output errors against fp64, {layer}: {errors}", soft_wrap=True)

@@ -1,0 +1,161 @@
+"""The benchmark without a GPU: its contestants' outputs, its rows and their figures, what it says of peers that are absent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from replayssm import GDN, MAMBA2, Layout
+from replayssm.bench import contest, decode, peers, stage, work
+from replayssm.bench.contest import Ours
+from replayssm.cli.app import app
+
+TINY = {"tiny-gdn": work.Model(GDN, 2, 1, 16, 16, 3), "tiny-mamba2": work.Model(MAMBA2, 2, 1, 16, 16, 3)}
+
+
+class Wrong(Ours):
+    """Takes head 0 for head 1."""
+
+    name = "wrong"
+
+    def step(self, *args):
+        return super().step(*args).flip(1)
+
+
+class Broken(Ours):
+    name = "broken replay"
+
+    def __init__(self, work, candidate=None):
+        raise ModuleNotFoundError("No module named 'broken'")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Measures tiny layers on the CPU: a work's default device is the CPU and a graph is one eager run of 1000 us."""
+
+    def eager(run, replays):
+        run()
+        return 1000.0, 10.0
+
+    monkeypatch.setattr(contest, "graph_us", eager)
+    monkeypatch.setattr(work.Work.__init__, "__defaults__", (*work.Work.__init__.__defaults__[:-2], "cpu", 0))
+    monkeypatch.setattr(contest.error, "__defaults__", (1, 3, "cpu", None))
+    monkeypatch.setattr(work, "COLD_BYTES", 1)
+    for name, model in TINY.items():
+        monkeypatch.setitem(work.MODELS, name, model)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_our_outputs_and_a_wrong_contestants(name, T):
+    """Fresh states, more steps than a window, drafts rejected at random: ours within bf16's rounding, wrong heads far off."""
+    layout = TINY[name].layout(W=4, T_max=T)
+    assert contest.error(Ours, layout, T, device="cpu") < 5e-3
+    assert contest.error(Wrong, layout, T, device="cpu") > 0.5
+
+
+def test_rows(on_cpu, monkeypatch):
+    monkeypatch.setitem(decode.DECODE, "gdn", (Wrong, Broken, Steady))
+    checks: dict = {}
+    (row,) = decode.rows(["tiny-gdn"], [2], ["fp32"], 4, 1e12, True, 1, checks)
+    for key, kind in {
+        "family": str, "layer": str, "batch": int, "T": int, "W": int, "state": str, "u": str, "us": float, "floor_us": float,
+        "bytes": float, "share": float, "peers": dict, "ratio": dict, "absent": dict, "launch": str,
+    }.items():  # fmt: skip
+        assert isinstance(row[key], kind), key
+    assert row["read"] is None
+    layers, groups = 3, 1
+    assert row["us"] == pytest.approx(1000 / (4 * layers * groups))
+    model = TINY["tiny-gdn"].layout(W=4).step_bytes()
+    assert row["bytes"] == 2 * (model.replay.total + model.io.total)
+    assert row["floor_us"] == pytest.approx(row["bytes"] / 1e6)
+    assert row["share"] == pytest.approx(row["floor_us"] / row["us"])
+    assert row["peers"] == {"steady": row["us"]} and row["ratio"] == {"steady": 1.0}
+    assert "computes something else" in row["absent"]["wrong"]
+    assert row["absent"]["broken replay"] == "ModuleNotFoundError: No module named 'broken'"
+    assert checks["tiny-gdn, fp32"]["steady"] < 5e-3
+    json.dumps(row)
+
+
+class Steady(Ours):
+    name = "steady"
+
+
+def test_our_own_error_ends_the_run(on_cpu, monkeypatch):
+    monkeypatch.setattr(Ours, "step", lambda self, *args: self.out.fill_(1.0))
+    with pytest.raises(RuntimeError, match="tiny-gdn, state fp32, T = 1: our own outputs are off by"):
+        list(decode.rows(["tiny-gdn"], [2], ["fp32"], 4, 1e12, False, 1, {}))
+
+
+def test_cursors_that_peers_take_ready_made():
+    """They move as ours do on the device, over the same accepted tokens."""
+    layout = Layout(GDN, 1, 1, 16, 16, W=4, T_max=2)
+    one = work.Work(layout, 1, 3, T=2, steps=9, staggered=False, device="cpu")
+    ours = Ours(one)
+    for i, (start, count, flush) in enumerate(contest.schedule(one, layout.W, layout.R)):
+        assert torch.equal(start, ours.state.cursors.start) and torch.equal(count, ours.state.cursors.count), i
+        ours.begin(i, 0)
+        assert torch.equal(flush, ours.plan.rows[:, 4]), i
+        ours.end(i, 0)
+
+
+def test_drafts_stay_until_the_first_that_does_not():
+    one = work.Work(Layout(GDN, 1, 1, 16, 16, W=8, T_max=4), 1, 50, T=4, steps=100, device="cpu")
+    assert one.accepted.min() == 1 and one.accepted.max() == 4
+    assert one.accepted.double().mean() == pytest.approx(1 + 0.75 + 0.75**2 + 0.75**3, rel=0.02)
+
+
+def test_every_peer_not_staged_is_absent_with_its_reason(on_cpu):
+    """Without what `stage` fetches, each says which project it misses."""
+    for family, kinds in peers.DECODE.items():
+        name = f"tiny-{family}" if f"tiny-{family}" in TINY else None
+        if name is None:
+            continue
+        for kind, reason in decode.check(kinds, name, "fp32", W=4).items():
+            project = kind.split()[0]
+            assert reason == f"ModuleNotFoundError: No module named '{project}'", (kind, reason)
+
+
+def test_replaying_peers_are_named_as_such():
+    names = {kind.name for kinds in peers.DECODE.values() for kind in kinds}
+    assert {name for name in names if peers.replays(name)} == {
+        "vllm replay",
+        "sglang replay",
+        "flashinfer checkpointing_ssu (one kernel)",
+        "flashinfer checkpointing_ssu (two kernels)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["decode", "--layer", "gpt-2"], "layer: expected one of Qwen3.5-4B, Kimi-Linear-48B-A3B"),
+        (["decode", "--batch", "0"], "batch: expected >= 1, got 0"),
+        (["stage", "--arch", "hopper"], "arch: expected two numbers as in '9.0', got 'hopper'"),
+        (["stage", "--python", "3"], "python: expected two numbers as in '9.0', got '3'"),
+        (["stage", "--cuda", "/nonexistent"], "cuda: expected a CUDA toolkit's root with bin/nvcc, got /nonexistent"),
+        pytest.param(["decode"], "expected a CUDA GPU, and torch finds none",
+                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bad_input_is_one_line(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, ["bench", *args])
+    assert outcome.exit_code == 2, outcome.output
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("replayssm: ") and message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_objects_for_the_measured_mamba2_layers():
+    assert stage.mamba2_objects([1]) == [
+        {"V": 64, "K": 128, "heads_per_group": 16, "groups": 8, "T": 1},
+        {"V": 80, "K": 128, "heads_per_group": 12, "groups": 8, "T": 1},
+    ]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from replayssm import launch
+from replayssm import Layout, launch
 
 from .contest import Absent, Contestant, Ours, best_candidate, error, timed
 from .peers import DECODE
-from .work import MODELS, Work, cold_groups
+from .work import MODELS, Model, Work, cold_groups
 
 BATCHES = (256, 64, 16, 8, 4, 2, 1)
 ERROR_BOUND = 1e-2  # bf16 outputs, some from bf16 records: 4e-3 is usual
@@ -22,13 +22,12 @@ def why(failed: Exception) -> str:
     return " ".join(f"{'' if isinstance(failed, Absent) else type(failed).__name__ + ': '}{failed}".split())[:300]
 
 
-def check(kinds: Sequence[type[Contestant]], name: str, state: str, T: int = 1, W: int = 16) -> dict[str, float | str]:
+def check(kinds: Sequence[type[Contestant]], layout: Layout, T: int = 1) -> dict[str, float | str]:
     """Per contestant its outputs' relative error against the oracle, or why it has none.
 
     Raises:
         RuntimeError: ours is wrong.
     """
-    layout = MODELS[name].layout(W=W, T_max=T, state=state)
     found: dict[str, float | str] = {}
     for kind in kinds:
         try:
@@ -38,7 +37,7 @@ def check(kinds: Sequence[type[Contestant]], name: str, state: str, T: int = 1, 
         torch.cuda.empty_cache()
     ours = found.get(Ours.name, 0.0)
     if isinstance(ours, str) or not ours < ERROR_BOUND:
-        raise RuntimeError(f"{name}, state {state}, T = {T}: our own outputs are off by {ours}")
+        raise RuntimeError(f"{layout.recurrence.name}, state {layout.state}, T = {T}: our own outputs are off by {ours}")
     return found
 
 
@@ -52,13 +51,18 @@ def absentees(found: dict[str, float | str]) -> dict[str, str]:
     }
 
 
+def layers(model: Model, layout: Layout, B: int, states: int = 1) -> int:
+    """How many of the model's layers are run."""
+    return max(2, min(model.layers, STATE_BYTES // (layout.state_bytes * B * states)))
+
+
 def times(
-    kinds: Sequence[type[Contestant]], make: Callable[[int], Work], absent: dict[str, str], replays: int
+    kinds: Sequence[type[Contestant]], make: Callable[[type[Contestant], bool], Work], absent: dict[str, str], replays: int
 ) -> tuple[dict[str, tuple[float, float]], dict[str, object]]:
     """(median, spread) microseconds of each contestant that is not absent, and the settings chosen for those that have some.
 
     Args:
-        make: a Work of so many layers at most; 0 for all.
+        make: the contestant's Work; a short one, of two layers, to choose its settings with.
         absent: contestants left out; those that fail here are added.
     """
     found: dict[str, tuple[float, float]] = {}
@@ -67,10 +71,10 @@ def times(
         if kind.name in absent:
             continue
         try:
-            chosen = best_candidate(kind, make(2))
+            chosen = best_candidate(kind, make(kind, True)) if len(kind.candidates) > 1 else None
             if chosen is not None:
                 settings[kind.name] = chosen
-            found[kind.name] = timed(kind, make(0), replays, chosen)
+            found[kind.name] = timed(kind, make(kind, False), replays, chosen)
         except Exception as failed:
             if kind is Ours:
                 raise
@@ -83,10 +87,9 @@ def measure(name: str, B: int, state: str, W: int, ceiling: float, found: dict[s
     """One row of results; ``found`` says who takes part (see ``check``)."""
     model = MODELS[name]
     layout = model.layout(W=W, state=state)
-    layers = max(2, min(model.layers, STATE_BYTES // (layout.state_bytes * B)))
 
-    def make(most: int) -> Work:
-        n = min(layers, most or layers)
+    def make(kind: type[Contestant], short: bool) -> Work:
+        n = 2 if short else layers(model, layout, B)
         return Work(layout, n, B, groups=cold_groups(layout, n, B), steps=W)
 
     absent = absentees(found)
@@ -115,7 +118,7 @@ def measure(name: str, B: int, state: str, W: int, ceiling: float, found: dict[s
         "peer_spread_us": {n: s for n, (_, s) in us.items()},
         "peer_settings": settings,
         "absent": absent,
-        "layers": layers,
+        "layers": layers(model, layout, B),
         "launch": str(launch.decode(layout, B)),
     }
 
@@ -134,6 +137,6 @@ def rows(
     for name in names:
         kinds = (Ours, *(DECODE[MODELS[name].recurrence.name] if with_peers else ()))
         for state in states:
-            found = checks[f"{name}, {state}"] = check(kinds, name, state, W=W)
+            found = checks[f"{name}, {state}"] = check(kinds, MODELS[name].layout(W=W, state=state))
             for B in batches:
                 yield measure(name, B, state, W, ceiling, found, replays)

@@ -124,6 +124,15 @@ class Work:
         return at if self.staggered else torch.zeros_like(at)
 
 
+def snapshots(work: Work) -> list[Tensor]:
+    """Per layer, a state per request and token [B, T, H, V, K]; layers share buffers where fewer are cold already."""
+    layout = work.layout
+    shape = (work.B, work.T, layout.H, layout.V, layout.K)
+    buffers = min(work.layers, max(1, -(-COLD_BYTES // (layout.state_bytes * work.B * work.T))))
+    made = [torch.empty(shape, dtype=layout.format.dtype, device=work.device) for _ in range(buffers)]
+    return [made[layer % buffers] for layer in range(work.layers)]
+
+
 def cold_groups(layout: Layout, layers: int, B: int) -> int:
     """How many sets of B requests take turns so that a state returns only after COLD_BYTES of others."""
     return max(1, -(-COLD_BYTES // (layout.state_bytes * layers * B)))

@@ -89,7 +89,7 @@ class Steady(Ours):
 
 def test_our_own_error_ends_the_run(on_cpu, monkeypatch):
     monkeypatch.setattr(Ours, "step", lambda self, *args: self.out.fill_(1.0))
-    with pytest.raises(RuntimeError, match="tiny-gdn, state fp32, T = 1: our own outputs are off by"):
+    with pytest.raises(RuntimeError, match="gdn, state fp32, T = 1: our own outputs are off by"):
         list(decode.rows(["tiny-gdn"], [2], ["fp32"], 4, 1e12, False, 1, {}))
 
 
@@ -117,7 +117,7 @@ def test_every_peer_not_staged_is_absent_with_its_reason(on_cpu):
         name = f"tiny-{family}" if f"tiny-{family}" in TINY else None
         if name is None:
             continue
-        for kind, reason in decode.check(kinds, name, "fp32", W=4).items():
+        for kind, reason in decode.check(kinds, TINY[name].layout(W=4)).items():
             project = kind.split()[0]
             assert reason == f"ModuleNotFoundError: No module named '{project}'", (kind, reason)
 

@@ -25,6 +25,11 @@ DECODE: dict[str, tuple[type[Contestant], ...]] = {
         flashinfer.TwoKernelCheckpointing,
     ),
 }
+VERIFY: dict[str, tuple[type[Contestant], ...]] = {
+    "gdn": (sglang.Verify, sglang.GDNReplayVerify),
+    "kda": (sglang.Verify, sglang.KDAReplayVerify),
+    "mamba2": (vllm.Verify, flashinfer.Verify, flashinfer.Checkpointing, flashinfer.TwoKernelCheckpointing),
+}
 
 
 def replays(name: str) -> bool:

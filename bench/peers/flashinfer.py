@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contest import Absent, Contestant, schedule
-from ..work import Work
+from ..work import Work, snapshots
 
 WINDOW = 16  # the most that checkpointing_ssu supports
 
@@ -48,6 +48,31 @@ class Update(Contestant):
     def step(self, layer: int, g: int, e: int, i: int) -> Tensor:
         self.ops.selective_state_update(self.state[layer], state_batch_indices=self.work.slots[g], **self.x[e])
         return self.out
+
+
+class Verify(Update):
+    """selective_state_update over drafts: it writes a state per token beside the pool; copying one back is not charged."""
+
+    def __init__(self, work: Work, candidate=None) -> None:
+        super().__init__(work, candidate)
+        self.snapshots = snapshots(work)
+        self.rows = torch.arange(work.B, dtype=torch.int32, device=work.device)
+
+    def step(self, layer: int, g: int, e: int, i: int) -> Tensor:
+        self.ops.selective_state_update(
+            self.state[layer],
+            state_batch_indices=self.work.slots[g],
+            disable_state_update=True,
+            intermediate_states_buffer=self.snapshots[layer],
+            intermediate_state_indices=self.rows,
+            cache_steps=self.work.T,
+            **self.x[e],
+        )
+        return self.out.flatten(0, 1)
+
+    def settle(self, i: int, g: int) -> None:
+        for state, snapshot in zip(self.state, self.snapshots, strict=True):
+            state[self.work.slots[g].long()] = snapshot[self.rows.long(), self.work.accepted[i, g].long() - 1]
 
 
 class Checkpointing(Update):

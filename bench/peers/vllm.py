@@ -91,3 +91,33 @@ class Replay(Update):
             **self.x[e],
         )
         return self.out
+
+
+class Verify(Update):
+    """selective_state_update over drafts: it writes a state per token, and the next step starts from the last accepted."""
+
+    @classmethod
+    def states(cls, T: int) -> int:
+        return T
+
+    def __init__(self, work: Work, candidate=None) -> None:
+        super().__init__(work, candidate)
+        states, T = self.state, work.T
+        self.state = states.new_zeros(work.layers, states.shape[1] * T, *states.shape[2:])
+        self.state[:, ::T] = states
+        slots = work.slots[..., None] * T + torch.arange(T, dtype=torch.int32, device=work.device)
+        offsets = torch.arange(0, work.B * T + 1, T, dtype=torch.int32, device=work.device)
+        before = torch.cat([torch.ones_like(work.accepted[:1]), work.accepted[:-1]])
+        self.tokens = [
+            [
+                {"state_batch_indices": slots[g], "num_accepted_tokens": before[i, g], "cu_seqlens": offsets}
+                for g in range(work.groups)
+            ]
+            for i in range(work.steps)
+        ]
+        self.out = torch.empty(work.B * T, work.layout.H, work.layout.V, dtype=work.layout.act, device=work.device)
+        self.x = [self.inputs(work.entry(e)) for e in range(work.entries)]
+
+    def step(self, layer: int, g: int, e: int, i: int) -> Tensor:
+        self.ops.selective_state_update(self.state[layer], **self.tokens[i][g], **self.x[e])
+        return self.out

@@ -70,8 +70,8 @@ class StepBytes:
     Attributes:
         io: the step's activations: q, k, v, gates, output. Both ways have them, neither figure below holds them.
         conventional: the state in and out, S + S; for T tokens S read and a snapshot S written per token.
-        replay: read S + r_read * mean live records + W r_fold per flush; written r_new per token + S per flush. A flush reads
-            the state once, for its fold and its outputs.
+        replay: read S + r_read * mean live records + r_fold per folded record; written r_new per token + S per flush. A flush
+            reads the state once, for its fold and its outputs.
     """
 
     io: Traffic
@@ -271,26 +271,43 @@ class Layout:
         """Bytes of one request and layer: checkpoint, ring, convolution window."""
         return self.state_bytes + self.R * (self.record_bytes + self._record("conv"))
 
-    def step_bytes(self, tokens: int = 1, kept: float | None = None, gated: bool = False) -> StepBytes:
-        """The byte model of a step of `tokens` tokens of which `kept` stay on average (all by default), whole flush cycles.
+    def step_bytes(self, tokens: int = 1, acceptance: float = 1.0, gated: bool = False) -> StepBytes:
+        """The byte model of a step of `tokens` tokens, means over whole flush cycles.
 
         Args:
+            acceptance: probability that a token after the first stays, given that all before it did.
             gated: whether the epilogue reads z.
         """
-        kept = tokens if kept is None else kept
         row, size = self.recurrence, self.act.itemsize
         gate_inputs = self.H * ((row.beta != "one") + (self.KG if row.stores_g else 0))
         x_in = tokens * size * (2 * self.G * self.K + (1 + gated) * self.H * self.V + gate_inputs)
-        S, flushes = self.state_bytes, min(1.0, kept / self.W)
-        live = (self.W - 1) / 2  # records a readout finds: the mean over a cycle, of whose steps one folds instead
+        S, (live, folded, flushes) = self.state_bytes, _cycle(self.W, tokens, acceptance)
         return StepBytes(
             io=Traffic(read=x_in, written=tokens * size * self.H * self.V),
             conventional=Traffic(read=S, written=tokens * S),
             replay=Traffic(
-                read=S + self.read_bytes * live + flushes * self.W * self.fold_bytes,
-                written=self.record_bytes * tokens + flushes * S,
+                read=S + self.read_bytes * live + self.fold_bytes * folded,
+                written=self.record_bytes * tokens + S * flushes,
             ),
         )
+
+
+@lru_cache(maxsize=1024)
+def _cycle(W: int, tokens: int, acceptance: float) -> tuple[float, float, float]:
+    """Means per step of the records that a readout finds, of those folded, and of flushes.
+
+    A flush leaves the accepted tokens alone in the ring; then come steps until the next tokens would not fit.
+    """
+    accepted = [acceptance**n * (1 - acceptance) for n in range(tokens - 1)] + [acceptance ** (tokens - 1)]
+    visits = [0.0] * (W + 1)  # of each count between two flushes
+    for count in range(W + 1 - tokens):
+        for n, chance in enumerate(accepted, start=1):
+            visits[count + n] += chance * (visits[count] if count else 1.0)
+    live, full = visits[: W + 1 - tokens], visits[W + 1 - tokens :]
+    steps = sum(visits)
+    records = sum(count * times for count, times in enumerate(live))
+    folded = sum(count * times for count, times in enumerate(full, start=len(live)))
+    return records / steps, folded / steps, 1 / steps
 
 
 @lru_cache(maxsize=256)

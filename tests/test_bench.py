@@ -12,7 +12,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from replayssm import GDN, MAMBA2, Layout
-from replayssm.bench import contest, decode, peers, stage, work
+from replayssm.bench import contest, decode, peers, stage, verify, work
 from replayssm.bench.contest import Ours
 from replayssm.cli.app import app
 
@@ -136,7 +136,7 @@ def test_replaying_peers_are_named_as_such():
     ("args", "message"),
     [
         (["decode", "--layer", "gpt-2"], "layer: expected one of Qwen3.5-4B, Kimi-Linear-48B-A3B"),
-        (["decode", "--batch", "0"], "batch: expected >= 1, got 0"),
+        (["decode", "--batch", "0"], "batch, tokens, window: expected >= 1, got 0"),
         (["stage", "--arch", "hopper"], "arch: expected two numbers as in '9.0', got 'hopper'"),
         (["stage", "--python", "3"], "python: expected two numbers as in '9.0', got '3'"),
         (["stage", "--cuda", "/nonexistent"], "cuda: expected a CUDA toolkit's root with bin/nvcc, got /nonexistent"),
@@ -159,3 +159,21 @@ def test_objects_for_the_measured_mamba2_layers():
         {"V": 64, "K": 128, "heads_per_group": 16, "groups": 8, "T": 1},
         {"V": 80, "K": 128, "heads_per_group": 12, "groups": 8, "T": 1},
     ]
+
+
+def test_verify_rows(on_cpu, monkeypatch):
+    monkeypatch.setitem(verify.VERIFY, "gdn", (Steady,))
+    monkeypatch.setitem(verify.DECODE, "gdn", (Steady, Broken))
+    monkeypatch.setattr(verify, "TOKENS", (1, 2))
+    monkeypatch.setattr(verify, "STEPS", 5)
+    checks: dict = {}
+    rows = list(verify.rows(["tiny-gdn"], [2], [1, 2], [2, 16], 1e12, True, 1, checks))
+    assert [row["T"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["us"] == pytest.approx(1000 / (5 * 3)) and row["W"] == 2 and set(row["windows"]) == {"2", "16"}
+        assert row["one_step_us"] == pytest.approx(1000 / (16 * 3)) and row["one_step"] == {"steady": row["one_step_us"]}
+        model = verify.layout("tiny-gdn", 2).step_bytes(row["T"], 0.75)
+        assert row["bytes"] == 2 * (model.replay.total + model.io.total)
+    assert [row["peers"] for row in rows] == [{}, {"steady": rows[1]["us"]}]
+    assert set(checks) == {"tiny-gdn, T = 1", "tiny-gdn, T = 2"}
+    json.dumps(rows)

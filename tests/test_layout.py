@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -193,11 +194,27 @@ def test_step_bytes_by_hand():
     assert one.replay.read == 262144 + 7.5 * 2584 + 16 * 1568 / 16
     assert one.replay.written == 3640 + 262144 / 16
     assert layout.step_bytes(gated=True).io.read == one.io.read + 2 * 4 * 128
-    four = layout.step_bytes(tokens=4, kept=2)
+    four = layout.step_bytes(tokens=4)  # counts 4, 8, 12 and 16, the last of which flushes
     assert four.io.total == 4 * 3088
     assert (four.conventional.read, four.conventional.written) == (262144, 4 * 262144)
-    assert four.replay.total == 262144 + 7.5 * 2584 + 4 * 3640 + (262144 + 16 * 1568) / 8
-    assert layout.with_window(4).step_bytes(tokens=4).replay.total == 262144 + 1.5 * 2584 + 4 * 3640 + 262144 + 4 * 1568
+    assert four.replay.total == 262144 + 6 * 2584 + 4 * 3640 + (262144 + 16 * 1568) / 4
+    assert layout.with_window(4).step_bytes(tokens=4).replay.total == 262144 + 4 * 3640 + 262144 + 4 * 1568
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(1, 16), (2, 2), (2, 16), (4, 24), (8, 16), (16, 16), (16, 40)])
+def test_step_bytes_with_random_acceptance(tokens, window):
+    """Drafts stay with probability 0.75 until the first that does not: the model against 200,000 simulated steps."""
+    layout = FAMILY["gdn"].layout(W=window, T_max=tokens, act=BF16)
+    draw, count, total, steps = random.Random(0), 0, 0, 200_000
+    for _ in range(steps):
+        flush = bool(flush_rule(0, count, tokens, window))
+        total += layout.state_bytes + layout.record_bytes * tokens
+        total += layout.state_bytes + count * layout.fold_bytes if flush else count * layout.read_bytes
+        accepted = 1
+        while accepted < tokens and draw.random() < 0.75:
+            accepted += 1
+        _, count = committed(0, count, int(flush), accepted, layout.R)
+    assert layout.step_bytes(tokens, 0.75).replay.total == pytest.approx(total / steps, rel=2e-3)
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -62,70 +62,111 @@ def decode(
     window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
     peers: Peers = PEERS,
     replays: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 8,
+    trace: Annotated[bool, typer.Option(help="Also time every step after one admission of the largest batch.")] = True,
     out: Out = None,
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
     """One token a request: microseconds per layer and step over whole flush cycles, share of the byte floor, ratios."""
-    names, batches, with_peers = _prepare(layer, batch, peers)
-    states = state or ["fp32"]
+    names, with_peers = _prepare(layer, [*(batch or ()), window], peers)
     from replayssm.bench import decode, timing
+    from replayssm.bench.trace import steps
 
-    checks: dict = {}
-    head = timing.header(commit) | {"checks": checks}
-    rows = decode.rows(names, batches, states, window, head["read_ceiling"], with_peers, replays, checks)
-    _run(head, rows, len(names) * len(states) * len(batches), out, as_json)
+    batches, states = batch or list(decode.BATCHES), state or ["fp32"]
+    results = _results(timing.header(commit))
+    traces = (steps(name, max(batches), window) for name in names if trace)
+    rows = decode.rows(
+        names, batches, states, window, results["header"]["read_ceiling"], with_peers, replays, results["header"]["checks"]
+    )
+    _measure(results, "rows", rows, len(names) * len(states) * len(batches), out)
+    _measure(results, "trace", traces, len(names) if trace else 0, out)
+    _print(results, as_json)
 
 
-def _prepare(layers: list[str] | None, batches: list[int] | None, peers: Path) -> tuple[list[str], list[int], bool]:
-    """Layers and batches to measure and whether the peers are there; refuses what cannot run here."""
+@app.command()
+def verify(
+    layer: Layers = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", help="Requests of a step; may be repeated.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a request and step; may be repeated.")] = None,
+    window: Annotated[list[int] | None, typer.Option(help="Windows to choose from; may be repeated.")] = None,
+    peers: Peers = PEERS,
+    replays: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 5,
+    out: Out = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """T tokens a request, of which a random number stays: microseconds at the best window, also over one conventional step."""
+    names, with_peers = _prepare(layer, [*(batch or ()), *(tokens or ()), *(window or ())], peers)
+    from replayssm.bench import timing, verify
+
+    batches, T, windows = batch or list(verify.BATCHES), tokens or list(verify.TOKENS), window or list(verify.WINDOWS)
+    if max(T) > max(verify.TOKENS):
+        refuse(f"tokens: expected at most {max(verify.TOKENS)}, got {max(T)}")
+    if max(T) > max(windows):
+        refuse(f"window: expected one of at least {max(T)} tokens, got {windows}")
+    results = _results(timing.header(commit))
+    rows = verify.rows(
+        names, batches, T, windows, results["header"]["read_ceiling"], with_peers, replays, results["header"]["checks"]
+    )
+    _measure(results, "rows", rows, len(names) * len(batches) * len(T), out)
+    _print(results, as_json)
+
+
+def _prepare(layers: list[str] | None, sizes: list[int], peers: Path) -> tuple[list[str], bool]:
+    """Layers to measure and whether the peers are there; refuses what cannot run here."""
     import torch
 
-    from replayssm.bench import decode, work
     from replayssm.bench import peers as projects
+    from replayssm.bench import work
 
     names = layers or list(work.MODELS)
     for name in names:
         if name not in work.MODELS:
             refuse(f"layer: expected one of {', '.join(work.MODELS)}, got {name!r}")
-    for B in batches or ():
-        if B < 1:
-            refuse(f"batch: expected >= 1, got {B}")
+    for size in sizes:
+        if size < 1:
+            refuse(f"batch, tokens, window: expected >= 1, got {size}")
     if not torch.cuda.is_available():
         refuse("bench: expected a CUDA GPU, and torch finds none")
     if peers.is_dir():
         projects.use(peers)
     elif peers != PEERS:
         refuse(f"peers: expected a folder that `replayssm bench stage` wrote, got {peers}")
-    return names, batches or list(decode.BATCHES), peers.is_dir()
+    return names, peers.is_dir()
 
 
-def _run(head: dict, rows: Iterable[dict], total: int, out: Path | None, as_json: bool) -> None:
-    """Measure row by row, each written at once, so that a run cut short keeps what it has; then print all."""
-    results = {"header": head, "rows": []}
+def _results(header: dict[str, Any]) -> dict[str, Any]:
+    return {"header": header | {"checks": {}}, "rows": []}
+
+
+def _measure(results: dict[str, Any], key: str, rows: Iterable[dict[str, Any]], total: int, out: Path | None) -> None:
+    """Gather rows under the key, each written at once, so that a run cut short keeps what it has."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("rows", total=total)
+        task = progress.add_task(key, total=total)
         for row in rows:
-            results["rows"].append(row)
+            results.setdefault(key, []).append(row)
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(results, indent=1) + "\n")
             progress.advance(task)
-            progress.console.print(f"{row['layer']}, batch {row['batch']}, T {row['T']}: {row['us']:.1f} us", highlight=False)
+            if key == "rows":
+                about = f"{row['layer']}, batch {row['batch']}, T {row['T']}, W {row['W']}, {row['state']}"
+                progress.console.print(f"{about}: {row['us']:.1f} us", highlight=False)
+
+
+def _print(results: dict[str, Any], as_json: bool) -> None:
+    """The table, what is absent and why, and the output errors; or all of it as JSON."""
     if as_json:
         print(json.dumps(results, indent=1))
-    else:
-        _print(results)
-
-
-def _print(results: dict) -> None:
-    """The table, what is absent and why, and the output errors."""
+        return
     console, head = Console(highlight=False, width=200), results["header"]
     console.print(f"{head['device']}, torch {head['torch']}, Triton {head['triton']}, commit {head['commit'][:12]}")
     console.print(f"read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s")
     table = Table(
-        "layer", "batch", "T", "W", "state", "us", "spread", "floor us", "share", "peers, us (ratio)", box=None, pad_edge=False
+        *("layer", "batch", "T", "W", "state", "us", "spread", "floor us", "share", "of one step", "peers, us (ratio)"),
+        box=None,
+        pad_edge=False,
     )
     for row in results["rows"]:
         peers = ", ".join(f"{name} {us:.1f} ({us / row['us']:.2f})" for name, us in row["peers"].items())
@@ -138,12 +179,17 @@ def _print(results: dict) -> None:
             row["state"],
             *(f"{x:.1f}" for x in figures),
             f"{row['floor_us'] / row['us']:.2f}",
+            f"{row['us'] / row['one_step_us']:.2f}" if row.get("one_step_us") else "",
             peers,
         )
     console.print(table)
+    for one in results.get("trace", ()):
+        console.print(
+            f"{one['layer']}, batch {one['batch']}, one admission: slowest step {one['slowest_over_mean']:.2f} x mean"
+        )
     absent = {(row["layer"], name): reason for row in results["rows"] for name, reason in row["absent"].items()}
     for (layer, name), reason in absent.items():
         console.print(f"absent: {name} for {layer}: {reason}", markup=False, soft_wrap=True)
-    for layer, found in head.get("checks", {}).items():
+    for layer, found in head["checks"].items():
         errors = ", ".join(f"{name} {error:.1e}" for name, error in found.items() if not isinstance(error, str))
         console.print(f"output errors against fp64, {layer}: {errors}", soft_wrap=True)

@@ -119,7 +119,8 @@ def error(kind: type[Contestant], layout: Layout, T: int = 1, B: int = 3, device
     work = Work(layout, 1, B, T, steps=layout.W + 3 if T == 1 else layout.W // 2 + 3,
                 entries=layout.W + 3, staggered=False, device=device)  # fmt: skip
     outputs = [o.clone() for o in drive(kind(work, candidate), lambda i, layer: i, settle=True)]
-    return float((torch.stack(outputs).double() - oracle(work)).norm() / oracle(work).norm())
+    truth = oracle(work)
+    return float((torch.stack(outputs).double() - truth).norm() / truth.norm())
 
 
 def oracle(work: Work) -> Tensor:

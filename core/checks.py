@@ -139,6 +139,14 @@ class Checks:
             child = f"a child of token {int(above[row, at])}" if at else "a token that follows the committed history"
             raise ValueError(f"path: expected {child} at {at}, got {int(path[row, at])} of {int(t[row])} in row {row}")
 
+    def debug_empty(self, slots: Tensor, first: bool) -> None:
+        """The slots' rings hold no record; with ``first`` they also start at row 0."""
+        live = slots[slots >= 0].long()
+        for name in ("count", "start") if first else ("count",):
+            x = getattr(self.cursors, name)[live]
+            if bool(x.any()):
+                raise ValueError(f"slots: expected {name} 0 (reset{'' if first else ' or fold'} them first), got {x.tolist()}")
+
     def layer(self, layer: int) -> None:
         """There is such a layer."""
         if not 0 <= layer < self.layers:

@@ -62,6 +62,10 @@ class Traffic:
         """Read and written."""
         return self.read + self.written
 
+    def __mul__(self, times: float) -> Traffic:
+        """That many times these bytes."""
+        return Traffic(self.read * times, self.written * times)
+
 
 @dataclass(frozen=True)
 class StepBytes:
@@ -271,6 +275,12 @@ class Layout:
         """Bytes of one request and layer: checkpoint, ring, convolution window."""
         return self.state_bytes + self.R * (self.record_bytes + self._record("conv"))
 
+    def snapshot_bytes(self, tokens: int | None = None) -> int:
+        """Bytes of one request and layer where rollback is by snapshots: 1 + T states and convolution windows, T by default
+        ``T_max``: the request's own, and one after every token of a verify step."""
+        window = (self.conv.width - 1) * self._record("conv") if self.conv else 0
+        return (1 + (self.T_max if tokens is None else tokens)) * (self.state_bytes + window)
+
     def step_bytes(self, tokens: int = 1, acceptance: float = 1.0, gated: bool = False) -> StepBytes:
         """The byte model of a step of `tokens` tokens, means over whole flush cycles.
 
@@ -281,14 +291,18 @@ class Layout:
         row, size = self.recurrence, self.act.itemsize
         gate_inputs = self.H * ((row.beta != "one") + (self.KG if row.stores_g else 0))
         x_in = tokens * size * (2 * self.G * self.K + (1 + gated) * self.H * self.V + gate_inputs)
-        S, (live, folded, flushes) = self.state_bytes, _cycle(self.W, tokens, acceptance)
+        S = self.state_bytes
         return StepBytes(
             io=Traffic(read=x_in, written=tokens * size * self.H * self.V),
             conventional=Traffic(read=S, written=tokens * S),
-            replay=Traffic(
-                read=S + self.read_bytes * live + self.fold_bytes * folded,
-                written=self.record_bytes * tokens + S * flushes,
-            ),
+            replay=self.replay_bytes(1, tokens, *_cycle(self.W, tokens, acceptance)),
+        )
+
+    def replay_bytes(self, steps: float, tokens: float, live: float, folded: float, flushes: float) -> Traffic:
+        """Bytes of steps that append `tokens` records, of which readouts find `live` records, flushes fold `folded`."""
+        return Traffic(
+            read=self.state_bytes * steps + self.read_bytes * live + self.fold_bytes * folded,
+            written=self.record_bytes * tokens + self.state_bytes * flushes,
         )
 
 

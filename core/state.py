@@ -341,38 +341,47 @@ class ReplayState:
         rows = (end[:, None] + torch.arange(1 - spec.width, 0, device=self.device)) % self.layout.R
         return ring[:, at[:, None], 0, rows]
 
-    def load(
-        self, slots: Tensor, states: Tensor, layer: int | None = None, conv: Tensor | None = None, keys: Tensor | None = None
-    ) -> None:
+    def load(self, slots: Tensor, states: Tensor, conv: Tensor | None = None, keys: Tensor | None = None) -> None:
         """After prefill: the slots start anew from these states, with empty rings.
 
         Args:
             slots: [B]; negative rows are skipped.
-            states: [L, B, H, V, K], or [B, H, V, K] with ``layer``; fp32, bf16 or fp16, contiguous in [V, K].
-            layer: load one layer alone; cursors are reset each time.
-            conv: [L, B, width - 1, C] (or [B, ...]) last inputs of the convolution, oldest first; required with a layout
-                that has one.
+            states: [L, B, H, V, K]; fp32, bf16 or fp16, contiguous in [V, K].
+            conv: [L, B, width - 1, C] last inputs of the convolution, oldest first; required with a layout that has one.
             keys: [B] int64, the requests' own numbers; None leaves the slots' keys.
         """
-        B, spec = self._checks.slots("slots", slots, settled=True, distinct=True), self.layout.conv
-        if layer is not None:
-            self._checks.layer(layer)
-            states, conv = states[None], None if conv is None else conv[None]
+        self._checks.keys(keys, self._checks.slots("slots", slots, settled=True, distinct=True))
+        self._load(slice(None), slots, states, conv)
+        self._restart(slots, keys)
+
+    def load_layer(self, layer: int, slots: Tensor, states: Tensor, conv: Tensor | None = None) -> None:
+        """One layer's part of ``load``, for a prefill that hands over layer by layer; cursors stay.
+
+        The slots' rings must be empty: nothing decoded yet, or folded since. With ``conv``, cursors must also be as
+        ``reset`` leaves them. A step may be pending already, if this layer is still to run.
+
+        Args:
+            slots, states [B, H, V, K], conv [B, width - 1, C]: as in ``load``.
+        """
+        self._checks.layer(layer)
+        self._checks.slots("slots", slots, settled=layer in self._ran, distinct=True)
+        if self.debug:
+            self._checks.debug_empty(slots, conv is not None)
+        self._load(slice(layer, layer + 1), slots, states[None], None if conv is None else conv[None])
+
+    def _load(self, layers: slice, slots: Tensor, states: Tensor, conv: Tensor | None) -> None:
+        B, spec, state = slots.shape[0], self.layout.conv, self.buffers.state[layers]
         self._checks.states("states", states)
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
-        state = self.buffers.state[layers]
         if states.shape[:2] != (state.shape[0], B):
             raise ValueError(f"states: expected [{state.shape[0]}, {B}, ...], got {list(states.shape)}")
         if (conv is None) != (spec is None):
             raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if spec else 'None'}, got {describe(conv)}")
         if conv is not None and spec is not None:
             expect("conv", conv, (state.shape[0], B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
-        self._checks.keys(keys, B)
         if torch.compiler.is_compiling():
             torch.ops.replayssm.load(states, state, slots, self._spec, self.backend)
         else:
             ops.load(states, state, slots, self.layout, self.backend)
-        self._restart(slots, keys)
         if conv is not None and self.buffers.conv is not None:
             back, R = conv.shape[2], self.layout.R
             for i, ring in enumerate(self.buffers.conv[layers]):

@@ -137,6 +137,6 @@ def test_windows_follow_their_request(backend):
     history = lines.randn(LAYERS, 1, 3, 20).to(DEVICE)
     for layer in range(LAYERS):
         zeros = torch.zeros(1, CASE.H, CASE.V, CASE.K, device=DEVICE)
-        state.load(lines.ints([4]), zeros, layer=layer, conv=history[layer])
+        state.load_layer(layer, lines.ints([4]), zeros, history[layer])
     assert torch.equal(state.conv_window(lines.ints([4])), history)
     assert torch.equal(state.conv_window(lines.ints([0])), window)

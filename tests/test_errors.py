@@ -123,9 +123,9 @@ BETWEEN = [
     ("states", "contiguous [V, K], got strides", lambda e: e.load(states=e.states.mT)),
     ("states", "got meta", lambda e: e.load(states=e.states.to(META))),
     ("states", "[2, 3, ...], got [2, 2, 2, 32, 32]", lambda e: e.load(states=e.states[:, :2])),
-    ("states", "[1, 3, ...], got [1, 2, 2, ", lambda e: e.load(states=e.states[0, :2], layer=0, conv=e.history[0])),
-    ("layer", "0 ... 1, got 2", lambda e: e.load(states=e.states[0], layer=2, conv=e.history[0])),
-    ("layer", "0 ... 1, got -1", lambda e: e.load(states=e.states[0], layer=-1, conv=e.history[0])),
+    ("states", "[1, 3, ...], got [1, 2, 2, ", lambda e: e.load_layer(0, e.ints(1, -1, 3), e.states[0, :2], e.history[0])),
+    ("layer", "0 ... 1, got 2", lambda e: e.load_layer(2, e.ints(1, -1, 3), e.states[0], e.history[0])),
+    ("layer", "0 ... 1, got -1", lambda e: e.load_layer(-1, e.ints(1, -1, 3), e.states[0], e.history[0])),
     ("conv", "[L, B, width - 1, C], got None", lambda e: e.load(conv=None)),
     ("conv", "[2, 3, 3, 8] torch.float32", lambda e: e.load(conv=e.history[:, :, :2])),
     ("conv", "got [2, 2, 3, 8] torch.float32", lambda e: e.load(conv=e.history[:, :2])),
@@ -249,6 +249,8 @@ DEBUG_BETWEEN = [
     ("t", "0 ... T_max = 2 tokens a row, got [-1, 1]", lambda e: e.plan(e.slots, t=e.ints(-1, 0, 1))),
     ("cu_seqlens", "0 ... T_max = 2 tokens a row, got [3, 0", lambda e: e.plan(e.slots, cu_seqlens=e.ints(0, 3, 3, 4))),
     ("cu_seqlens", "0 ... T_max = 2 tokens a row, got [1", lambda e: e.plan(e.slots, cu_seqlens=e.ints(0, 1, 0, 1))),
+    ("slots", "count 0 (reset them first), got [1, 1]", lambda e: e.load_layer(0, e.slots, e.states[0], e.history[0])),
+    ("slots", "each live slot once", lambda e: e.load_layer(0, e.ints(1, 1, 2), e.states[0], e.history[0])),
     ("n", "0 ... count = 1 in row 0, got 2", lambda e: e.materialize(e.slots, n=e.ints(2, 0, 0))),
     ("n", "0 ... count = 1 in row 2, got -1", lambda e: e.conv_window(e.slots, e.ints(1, 7, -1))),
 ]  # fmt: skip
@@ -344,6 +346,28 @@ def test_debug_of_trees():
         engine.refuses(ValueError, expectation("path", message), call)
     engine.commit(now, engine.ints(1, 5, 1), engine.ints(1, 9, 9, 9, 0, 9).view(3, 2))
     assert engine.state.cursors.count.tolist() == [2, 0, 2, 0]
+
+
+def test_debug_refuses_a_layer_that_is_late():
+    """load_layer while a step is pending: the layer must not have run, its ring must be empty, a convolution unmoved."""
+    engine = Engine("gdn", True)
+    slots = engine.ints(1, -1, 3)
+    engine.now = engine.plan(slots)
+    engine.step(1)
+    engine.load_layer(0, slots, engine.states[0], engine.history[0])
+    late = expectation("slots", "slots whose step was committed, got [1, -1, 3]")
+    engine.refuses(ValueError, late, lambda: engine.load_layer(1, slots, engine.states[1], engine.history[1]))
+    engine.step(0)
+    engine.commit(engine.now)
+    engine.state.fold(slots)
+    moved = expectation("slots", "start 0 (reset them first), got [1, 1]")
+    engine.refuses(ValueError, moved, lambda: engine.load_layer(1, slots, engine.states[1], engine.history[1]))
+    engine.state = ReplayState(dataclasses.replace(engine.layout, conv=None), LAYERS, SLOTS, DEVICE, "torch", debug=True)
+    engine.commit(engine.plan(slots))
+    filled = expectation("slots", "count 0 (reset or fold them first), got [1, 1]")
+    engine.refuses(ValueError, filled, lambda: engine.load_layer(1, slots, engine.states[1]))
+    engine.state.fold(slots)
+    engine.load_layer(1, slots, engine.states[1])
 
 
 def test_debug_lets_padding_rows_hold_anything():

@@ -217,6 +217,13 @@ def test_step_bytes_with_random_acceptance(tokens, window):
     assert layout.step_bytes(tokens, 0.75).replay.total == pytest.approx(total / steps, rel=2e-3)
 
 
+def test_snapshot_bytes_by_hand():
+    """The same layer, S = 262144 and T_max = 4; a window of a width-4 convolution is 3 8 2 = 48."""
+    layout = Layout(GDN, 4, 2, 128, 128, W=16, T_max=4)
+    assert layout.snapshot_bytes() == 5 * 262144
+    assert dataclasses.replace(layout, conv=Conv(C, 4)).snapshot_bytes(2) == 3 * (262144 + 48)
+
+
 @pytest.mark.parametrize("window", [1, 2, 7, 16])
 @pytest.mark.parametrize("case", [*MODELS, *AWKWARD], ids=str)
 def test_step_bytes_are_the_mean_of_real_steps(case, window):

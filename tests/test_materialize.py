@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replayssm import Conv, ReplayState
-from tests.cases import FAMILY
+from tests.cases import FAMILY, inputs, weights
 from tests.harness import BACKENDS, DEVICE, Requests, relative_worst
 
 BOUND = 2e-5
@@ -176,9 +176,32 @@ def test_load_of_one_layer_and_of_all(backend):
     layout = one.layout
     states = torch.randn(LAYERS, 2, layout.H, layout.V, layout.K, device=DEVICE)
     conv = torch.randn(LAYERS, 2, 2, 24, device=DEVICE)
+    for state in (one, whole):
+        state.reset(slots)
     whole.load(slots, states, conv=conv)
     for layer in range(LAYERS):
-        one.load(slots, states[layer], layer=layer, conv=conv[layer])
+        one.load_layer(layer, slots, states[layer], conv[layer])
     assert all(torch.equal(x, y) for x, y in zip(tensors(one, [0, 1, 2, 3, 4]), tensors(whole, [0, 1, 2, 3, 4]), strict=True))
     assert torch.equal(whole.conv_window(slots), conv)
     assert torch.equal(whole.materialize(slots), states)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_load_of_a_layer_while_a_step_is_pending(backend):
+    """A prefill that hands its last tokens over as a step: each layer loads, then runs, under the first layer's plan."""
+    case = FAMILY["gdn"]
+    layout, generator = case.layout(W=4, T_max=2), torch.Generator().manual_seed(0)
+    one, whole = (ReplayState(layout, LAYERS, 3, DEVICE, backend, debug=True) for _ in range(2))
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=DEVICE)
+    states = torch.randn(LAYERS, 3, layout.H, layout.V, layout.K, generator=generator).to(DEVICE)
+    x = inputs(layout, 6, generator, DEVICE) | weights(layout, generator, DEVICE)
+    whole.load(slots, states)
+    plan = whole.plan(slots, 2)
+    expected = [whole.step(layer, plan, **x) for layer in range(LAYERS)]
+    whole.commit(plan)
+    for layer in range(LAYERS):
+        one.load_layer(layer, slots, states[layer])
+        plan = one.plan(slots, 2) if layer == 0 else plan
+        assert torch.equal(one.step(layer, plan, **x), expected[layer])
+    one.commit(plan)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(one, [0, 1, 2]), tensors(whole, [0, 1, 2]), strict=True))

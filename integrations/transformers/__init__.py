@@ -1,6 +1,7 @@
 """Hugging Face models decode with ReplaySSM: ``enable(model)``, ``model.generate(...)``, ``disable(model)``."""
 
-from .cache import state_of
+from .cache import speculation_of, state_of
 from .enable import Enabled, disable, enable
+from .speculation import Speculation
 
-__all__ = ["Enabled", "disable", "enable", "state_of"]
+__all__ = ["Enabled", "Speculation", "disable", "enable", "speculation_of", "state_of"]

@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from ... import Layout, Plan, ReplayState, ops
+from ... import Layout, Plan, ReplayState
+from ...cursor import committed, flush_rule
+from .speculation import Speculation
 
 GRADIENTS = "ReplaySSM decodes without gradients; call under torch.no_grad(), as generate() does, or disable(model)"
 
@@ -18,7 +20,7 @@ class Replay:
     """One cache's ReplayState, shared by all recurrent layers: slot b is row b; made when the first layer loads.
 
     While the cache records its past, a step stays uncommitted until the cache is cropped or anything else needs the state:
-    ``pending`` is its plan then.
+    ``pending`` is its plan then. ``count`` follows on the host what the cursors of all rows count on the device.
 
     Args:
         layout, layers: of the model.
@@ -33,7 +35,8 @@ class Replay:
         self.backend, self.debug = backend, debug
         self.state: ReplayState | None = None
         self.pending: Plan | None = None
-        self.recording, self.folded = False, True
+        self.recording, self.folded, self.count = False, True, 0
+        self.speculation = Speculation(layout, layers)
 
     def allocate(self, slots: int, device: torch.device) -> ReplayState:
         """A new state of that many rows."""
@@ -49,11 +52,8 @@ class Replay:
         states = (states.transpose(-1, -2) if self.transposed else states).contiguous()
         if layer == 0:
             self.settle()
-        if self.pending is None:
-            self.state.load(self.slots, states, layer=layer)
-        else:  # the first layer's load emptied the rings and drafts follow: this layer's checkpoint is all that is missing
-            target = self.state.buffers.state[layer : layer + 1]
-            ops.load(states[None], target, self.slots, self.layout, self.state.backend)
+        # Rings are empty: the prefill began from nothing, or read the state by ``tensor``. Drafts after it may be pending.
+        self.state.load_layer(layer, self.slots, states)
 
     def step(self, layer: int, t: int, **inputs: Tensor) -> Tensor:
         """t tokens of every row, packed: the first recurrent layer plans, the last commits unless the past is recorded."""
@@ -66,7 +66,7 @@ class Replay:
         if layer == self.layers - 1:
             self.folded = False
             if not self.recording:
-                self.settle()
+                self._commit(t)
         return o
 
     def settle(self, dropped: int = 0) -> None:
@@ -77,9 +77,16 @@ class Replay:
                 f"{dropped}; a model enabled with draft_tokens = n takes back n drafts of the forward just made"
             )
         if self.pending is not None:
-            kept = torch.full_like(self.slots, self.pending.T - dropped) if dropped else None
-            self.state.commit(self.pending, kept)
-            self.pending = None
+            tokens, kept = self.pending.T, self.pending.T - dropped
+            self.speculation = self.speculation.and_a_step(tokens, kept, self.count)
+            self._commit(kept)
+
+    def _commit(self, kept: int) -> None:
+        t = self.pending.T
+        self.state.commit(self.pending, torch.full_like(self.slots, kept) if kept < t else None)
+        flush = int(flush_rule(0, self.count, t, self.layout.W))
+        _, self.count = committed(0, self.count, flush, kept, self.layout.R)
+        self.pending = None
 
     def drafts(self, t: int, begun: bool, announced: int | None) -> int:
         """How many of a forward's last tokens are steps of ours; those before them are transformers' own prefill.
@@ -100,7 +107,7 @@ class Replay:
         if not self.folded:
             self.settle()
             self.state.fold(self.slots)
-            self.folded = True
+            self.folded, self.count = True, 0
         states = self.layout.format.decode(self.state.buffers.state[layer])
         return states.transpose(-1, -2) if self.transposed else states
 
@@ -138,6 +145,7 @@ class ReplayedState:
         if self.layer == 0 and self.replay.state is not None:
             self.replay.settle()
             self.replay.state.reset(self.replay.slots)
+            self.replay.count = 0
 
     def index_select(self, dim: int, index: Tensor) -> ReplayedState:
         """``cache.reorder_cache(index)``: all layers at once, when the first asks."""
@@ -221,9 +229,22 @@ def state_of(cache: Cache) -> ReplayState:
 
     Raises: ValueError for any other cache.
     """
+    replay = _replay_of(cache)
+    replay.settle()
+    return replay.state
+
+
+def speculation_of(cache: Cache) -> Speculation:
+    """What assisted generation did with a cache that an enabled model has filled, up to the last ``crop``; reads no device.
+
+    Raises: ValueError for any other cache.
+    """
+    return _replay_of(cache).speculation
+
+
+def _replay_of(cache: Cache) -> Replay:
     for layer in cache.layers:
         held = getattr(layer, "recurrent_states", {}).get(0)
         if isinstance(held, ReplayedState) and held.replay.state is not None:
-            held.replay.settle()
-            return held.replay.state
+            return held.replay
     raise ValueError("cache: expected one that a model filled while ReplaySSM was enabled, got another")

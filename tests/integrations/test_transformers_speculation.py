@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import os
 
 import pytest
@@ -12,7 +14,8 @@ hf = pytest.importorskip("transformers")
 
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from replayssm.integrations.transformers import disable, enable, presets, state_of
+from replayssm import GDN, Layout
+from replayssm.integrations.transformers import Speculation, disable, enable, presets, speculation_of, state_of
 from replayssm.integrations.transformers.families import MIXERS
 from tests.integrations.test_transformers import (
     LOGITS,
@@ -32,19 +35,8 @@ DRAFTS = 4
 
 @pytest.fixture(scope="module")
 def models():
-    """Each preset once. GLM5-Next selects among all tokens, not 32: ties make its own one- and many-token forwards differ."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = presets.build(name)[0]
-            if name == "glm5-next":
-                for module in made[name].modules():
-                    if hasattr(module, "index_topk"):
-                        module.index_topk = 4096
-        return made[name]
-
-    return get
+    """Each preset once."""
+    return functools.cache(lambda name: presets.build(name)[0])
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +64,17 @@ class Told(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         pass
+
+
+def attention_model():
+    """A small model without recurrence, to draft with."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=presets.VOCAB, pad_token_id=presets.PAD, **small)).eval()
+    model.generation_config.num_assistant_tokens = DRAFTS
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
 
 
 def lengths(model, run):
@@ -115,26 +118,29 @@ def test_acceptance(models, name, window, monkeypatch):
     told = Told(tokens, right)
     monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: told)
     with enable(model, window=window, draft_tokens=DRAFTS, debug=True):
-        ours, seen = lengths(model, lambda: greedy(model, ids, 101, prompt_lookup_num_tokens=DRAFTS))
+        cache = new_cache(model)
+        options = {"prompt_lookup_num_tokens": DRAFTS, "past_key_values": cache}
+        ours, seen = lengths(model, lambda: greedy(model, ids, 101, **options))
     assert torch.equal(tokens, ours)
     assert seen == [150 + DRAFTS] + [1 + drafted for drafted in told.drafted[1:]]
     kept = [1 + min(right[i % len(right)], drafted) for i, drafted in enumerate(told.drafted)]
     assert sum(kept) == 101
+    of = speculation_of(cache)  # the first step is drafts alone: the token before them is the prompt's
+    assert (of.steps, of.tokens, of.kept) == (len(seen), sum(seen) - 150, 100)
+    assert of.acceptance == 100 / len(seen)
+    cursors = state_of(cache).cursors  # as the host follows them
+    assert [of.flushes] == cursors.flushes.tolist()
+    assert [100 - of.folded] == cursors.count.tolist()
+    assert of.snapshots_avoided == of.tokens * sum(type(module).__name__ in MIXERS for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "kimi-linear"])
 def test_assistant_model(models, name):
     """An attention model drafts. A recurrent one, ours or not, would have to take back several forwards."""
     model, ids = models(name), inputs_of(name, [text[:100]])["input_ids"]
-    torch.manual_seed(0)
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    assistant = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=presets.VOCAB, pad_token_id=presets.PAD, **small)).eval()
-    assistant.generation_config.num_assistant_tokens = DRAFTS
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0
     tokens = greedy(model, ids, 40)
     with enable(model, draft_tokens=DRAFTS, debug=True):
-        ours, seen = lengths(model, lambda: greedy(model, ids, 40, assistant_model=assistant))
+        ours, seen = lengths(model, lambda: greedy(model, ids, 40, assistant_model=attention_model()))
     assert torch.equal(tokens, ours)
     assert max(seen[1:]) == DRAFTS + 1
 
@@ -177,6 +183,29 @@ def test_triton_kernels(models, name, monkeypatch):
     monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: Told(tokens, [2, 4]))
     with enable(model, window=6, draft_tokens=DRAFTS, backend="triton", debug=True):
         assert torch.equal(tokens, greedy(model, ids, 10, prompt_lookup_num_tokens=DRAFTS))
+
+
+def test_speculation_counts_bytes_by_hand():
+    """The layer of test_layout's hand counts, three times: S = 262144, T_max = 4, a ring row 3640 of which a readout reads
+    2584 and a fold 1568. A step that finds 12 records and one that finds 15, and so flushes; they keep 3 and 1 of 4 and 2."""
+    of = Speculation(Layout(GDN, 4, 2, 128, 128, W=16, T_max=4, u=torch.float32), layers=3)
+    assert math.isnan(of.acceptance) and math.isnan(of.replay_bytes.total) and of.snapshots_avoided == 0
+    of = of.and_a_step(4, 3, count=12).and_a_step(2, 1, count=15)
+    assert of.acceptance == 2.0 and of.snapshots_avoided == 18
+    assert (of.snapshot_bytes.read, of.snapshot_bytes.written) == (3 * 2 * 262144 / 4, 3 * 6 * 262144 / 4)
+    assert of.replay_bytes.read == 3 * (2 * 262144 + 12 * 2584 + 15 * 1568) / 4
+    assert of.replay_bytes.written == 3 * (6 * 3640 + 262144) / 4
+    assert of.snapshot_memory == 3 * 5 * 262144 and of.replay_memory == 3 * (262144 + 20 * 3640)
+
+
+def test_plain_decoding_is_no_speculation(models):
+    model, ids = models("qwen3.5"), inputs_of("qwen3.5", [text[:20]])["input_ids"]
+    with enable(model, draft_tokens=2):
+        cache = new_cache(model)
+        with pytest.raises(ValueError, match="cache: expected one that a model filled"):
+            speculation_of(cache)
+        greedy(model, ids, 5, past_key_values=cache)
+        assert speculation_of(cache).steps == 0
 
 
 # ---- caches --------------------------------------------------------------------------------------------------------

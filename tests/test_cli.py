@@ -42,7 +42,7 @@ def test_run_prints_text_and_table():
     assert done.returncode == 0, done.stderr
     for words in (
         "mamba2: 3 mamba2 layers, cpu, fp32", "row 0, after 90 tokens",
-        "bytes read per token", "bytes written per token", "bytes held", "ms per step",
+        "bytes read per token", "bytes written per token", "bytes held", "ms per token of every row",
         "window 16; flushes per request and layer: 2", "tokens: identical, 1 x 40",
         "logits: differ most at token", "smallest top-1 margin:",
         "80 tokens generated; 2 of 2 models: tokens identical",
@@ -70,6 +70,77 @@ def test_json_has_every_number():
     assert 0 < model["logit_difference"] < model["smallest_margin"]
     assert model["first_difference"] is None
     assert all(model[way]["milliseconds"] > 0 for way in ("stock", "replay"))
+
+
+def found(tokens: list[int], n: int) -> list[int]:
+    """What prompt lookup drafts after these tokens: the n after the first occurrence of their last two, or last one."""
+    for size in (2, 1):
+        for i in range(len(tokens) - size):
+            if tokens[i : i + size] == tokens[-size:]:
+                return tokens[i + size : i + size + n]
+    return []
+
+
+def lookup_steps(tokens: list[int], prompt: int, n: int) -> list[tuple[int, int]]:
+    """(tokens read, tokens kept) of each step that makes these tokens; a first one of drafts alone follows the prompt."""
+    at, steps = prompt, []
+    while at < len(tokens):
+        drafts = found(tokens[:at], n if at + 1 < len(tokens) else 0)
+        right = 0
+        while right < len(drafts) and at + right < len(tokens) and drafts[right] == tokens[at + right]:
+            right += 1
+        made = min(right + 1, len(tokens) - at)
+        known = at > prompt
+        if known or drafts:
+            steps.append((known + len(drafts), known + made - 1))
+        at += made
+    return steps
+
+
+def test_speculation(tmp_path):
+    """A model that often goes on as the alphabet does, with which its prompt begins: figures are those of our own lookup."""
+    model, tokenizer = presets.build("qwen3.5")
+    alphabet = "abcdefghijklmnopqrstuvwxyz "
+    recited = tokenizer(alphabet)["input_ids"]
+    with torch.no_grad():
+        for one, following in zip(recited, recited[1:] + recited[:1], strict=True):
+            model.lm_head.weight[following] += 2.5 * model.get_input_embeddings().weight[one]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt, n = alphabet + presets.book()[:173], 120
+    tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), do_sample=False, max_new_tokens=n)[0].tolist()
+    steps = lookup_steps(tokens, 200, 3)
+
+    args = ("--model", str(tmp_path), "--prompt", prompt, "--max-new-tokens", str(n), "--speculate", "prompt-lookup")
+    done = CliRunner().invoke(app, ["run", *args, "--draft-tokens", "3", "--json"])
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads(done.stdout)["models"]
+    assert result["identical"] and result["new_tokens"] == n
+    assert result["text"] == [tokenizer.decode(tokens[200:])]
+    assert 0 < result["logit_difference"] < result["smallest_margin"]
+    drafted = result["speculation"]
+    read, kept = (sum(one) for one in zip(*steps, strict=True))
+    assert (drafted["draft_tokens"], drafted["steps"], drafted["tokens"], drafted["kept"]) == (3, len(steps), read, kept)
+    assert drafted["acceptance"] == kept / len(steps) > 1.5
+    assert drafted["snapshots_avoided"] == 3 * read
+    # Three layers of H = 4, G = 2, V = K = 64 in fp32; a record is k, v, u, beta, g, gsum and 1 / |k|, T_max is 4.
+    S, record = 4 * 64 * 64 * 4, (2 * 64 + 2 * 4 * 64 + 3 * 4 + 2) * 4
+    assert drafted["snapshots"]["memory"] == 3 * (1 + 4) * S
+    assert result["replay"]["memory"] == 3 * (S + (16 + 4) * record)
+    assert drafted["snapshots"]["written"] == pytest.approx(3 * read * S / kept)
+    (flushes,) = result["flushes"]
+    assert flushes >= kept // 16 and result["replay"]["written"] == pytest.approx(3 * (read * record + flushes * S) / kept)
+
+
+def test_speculation_prints_its_table():
+    args = ("--model", "nemotron-h", "--prompt", presets.book()[:90], "--max-new-tokens", "30", "--speculate", "prompt-lookup")
+    done = CliRunner().invoke(app, ["run", *args])
+    assert done.exit_code == 0, done.output
+    for words in (
+        "speculation, per token kept", "snapshots", "up to 4 drafts a step:", "tokens and kept 29; acceptance length",
+        "state snapshots avoided:", "tokens: identical, 1 x 30",
+    ):  # fmt: skip
+        assert words in done.output, words
 
 
 def test_a_checkpoint_folder(tmp_path):
@@ -137,6 +208,13 @@ def test_book_is_ascii_prose():
         (["--device", "abacus"], "device: expected cpu, cuda or cuda:N, got 'abacus'"),
         (["--device", "meta"], "device: expected cpu, cuda or cuda:N, got 'meta'"),
         (["--prompt", ""], "prompt: expected text"),
+        (["--speculate", "medusa"], "speculate: expected prompt-lookup, got 'medusa'"),
+        (["--speculate", "prompt-lookup"], "speculate: transformers has no assisted generation for Mamba2ForCausalLM"),
+        (["--speculate", "prompt-lookup", "--batch", "2"], "batch: expected 1 with speculate, as"),
+        (["--speculate", "prompt-lookup", "--max-new-tokens", "1"], "max-new-tokens: expected >= 2 with speculate"),
+        (["--speculate", "prompt-lookup", "--draft-tokens", "0"], "draft-tokens: expected >= 1, got 0"),
+        (["--speculate", "prompt-lookup", "--draft-tokens", "16"], "draft_tokens: expected an integer from 0 to window - 1"),
+        (["--draft-tokens", "4"], "draft-tokens: expected with speculate, got it alone"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )

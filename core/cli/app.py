@@ -32,6 +32,8 @@ def run(
     batch: Annotated[int, typer.Option(help="Rows: beginnings of the prompt of different lengths.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    speculate: Annotated[str | None, typer.Option(help="prompt-lookup: ReplaySSM decodes with drafts from the text.")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(help="Most drafts of a step, with --speculate; default: 4.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no tables.")] = False,
 ) -> None:
     """Generate greedily with a model's own decoding and with ReplaySSM, and compare tokens, logits, bytes and time.
@@ -41,7 +43,8 @@ def run(
     compare = _compare()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
-        jobs = [compare.prepare(name, prompt, window, max_new_tokens, batch, device, dtype) for name in model]
+        options = (prompt, window, max_new_tokens, batch, device, dtype, speculate, draft_tokens)
+        jobs = [compare.prepare(name, *options) for name in model]
     except (ValueError, NotImplementedError, OSError) as error:
         refuse(error)
     results = []

@@ -1,4 +1,4 @@
-"""Runs one model twice, with its own decoding and with ReplaySSM, and measures both."""
+"""Runs one model twice, with its own decoding and with ReplaySSM, speculating or not, and measures both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import transformers as hf
 from torch import Tensor
+from transformers.generation import BaseStreamer
 
-from ..integrations.transformers import enable, state_of
+from ..integrations.transformers import Speculation, enable, speculation_of, state_of
 from ..integrations.transformers.presets import PRESETS, book, build, pieces
 from ..layout import Traffic
 
@@ -23,15 +24,37 @@ class Cost:
     """What one way of decoding costs.
 
     Attributes:
-        read, written: state bytes per token of one request, all recurrent layers, averaged over whole windows.
+        read, written: state bytes per token of one request, all recurrent layers: averaged over whole windows, or with
+            speculation those of the run.
         memory: state bytes that one request holds.
-        milliseconds: wall time per decode step of the whole batch, the prompt apart.
+        milliseconds: wall time per token of each row, all rows at once, the prompt apart; None where nothing ran.
     """
 
     read: float
     written: float
     memory: int
-    milliseconds: float
+    milliseconds: float | None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What speculation did in one run, and what it would have cost with a state snapshot per draft.
+
+    Attributes:
+        draft_tokens: most drafts of a step.
+        steps, tokens, kept: forwards that took drafts, the tokens they read, and those that stayed.
+        acceptance: tokens kept per step.
+        snapshots_avoided: states, over all layers, that snapshots would have written.
+        snapshots: the cost with them.
+    """
+
+    draft_tokens: int
+    steps: int
+    tokens: int
+    kept: int
+    acceptance: float
+    snapshots_avoided: int
+    snapshots: Cost
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,7 @@ class Result:
     flushes: list[int]  # each request's, in every layer
     stock: Cost
     replay: Cost
+    speculation: Drafted | None
 
 
 @dataclass(frozen=True)
@@ -68,9 +92,20 @@ class Job:
     window: int
     max_new_tokens: int
     dtype: str
+    draft_tokens: int  # 0: no speculation
 
 
-def prepare(name: str, prompt: str | None, window: int, max_new_tokens: int, batch: int, device: str, dtype: str) -> Job:
+def prepare(
+    name: str,
+    prompt: str | None,
+    window: int,
+    max_new_tokens: int,
+    batch: int,
+    device: str,
+    dtype: str,
+    speculate: str | None = None,
+    draft_tokens: int | None = None,
+) -> Job:
     """Load a model and check everything a run needs.
 
     Raises:
@@ -85,6 +120,7 @@ def prepare(name: str, prompt: str | None, window: int, max_new_tokens: int, bat
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if prompt == "":
         raise ValueError("prompt: expected text, got ''")
+    drafts = _drafts(speculate, draft_tokens, batch, max_new_tokens)
     where = _device(device)
     if name in PRESETS:
         torch.set_num_threads(1)  # their tensors are too small to share: on a busy machine two threads are many times slower
@@ -93,22 +129,42 @@ def prepare(name: str, prompt: str | None, window: int, max_new_tokens: int, bat
     else:
         model, tokenizer = _checkpoint(name, DTYPES[dtype])
     model = model.to(where).eval()
-    with enable(model, window=window):
-        pass  # what cannot be enabled is refused before anything runs
+    with enable(model, window=window, draft_tokens=drafts):  # what cannot be enabled is refused before anything runs
+        if drafts and model._is_stateful:
+            raise NotImplementedError(f"speculate: transformers has no assisted generation for {type(model).__name__}")
     batch_inputs = tokenizer(pieces(book() if prompt is None else prompt, batch), return_tensors="pt", padding=batch > 1)
     inputs = {key: batch_inputs[key].to(where) for key in ("input_ids", "attention_mask")}
-    return Job(name, model, tokenizer, inputs, window, max_new_tokens, dtype)
+    return Job(name, model, tokenizer, inputs, window, max_new_tokens, dtype, drafts)
 
 
-def compare(job: Job, advance: Callable[[], None]) -> Result:
-    """Generate twice; ``advance`` is called once per step of both."""
-    with enable(job.model, window=job.window) as enabled:
-        replay, cache = _generate(job, advance)
-        flushes = state_of(cache).cursors.flushes.tolist()
+def _drafts(speculate: str | None, draft_tokens: int | None, batch: int, max_new_tokens: int) -> int:
+    """Most drafts of a step; 0 without speculation."""
+    if speculate is None:
+        if draft_tokens is not None:
+            raise ValueError("draft-tokens: expected with speculate, got it alone")
+        return 0
+    if speculate != "prompt-lookup":
+        raise ValueError(f"speculate: expected prompt-lookup, got {speculate!r}")
+    if batch > 1:
+        raise ValueError(f"batch: expected 1 with speculate, as transformers' assisted generation takes it, got {batch}")
+    if max_new_tokens < 2:
+        raise ValueError(f"max-new-tokens: expected >= 2 with speculate, as the first follows the prompt, got {max_new_tokens}")
+    drafts = 4 if draft_tokens is None else draft_tokens
+    if drafts < 1:
+        raise ValueError(f"draft-tokens: expected >= 1, got {drafts}")
+    return drafts
+
+
+def compare(job: Job, advance: Callable[[int], None]) -> Result:
+    """Generate twice, without drafts by the model's own decoding; ``advance`` takes the number of tokens that each made."""
+    with enable(job.model, window=job.window, draft_tokens=job.draft_tokens) as enabled:
+        replay, cache = _generate(job, advance, job.draft_tokens)
+        flushes, speculation = state_of(cache).cursors.flushes.tolist(), speculation_of(cache)
     stock, _ = _generate(job, advance)
     first, worst, worst_at, margin = _differences(stock, replay)
     layout, layers = enabled.layout, enabled.layers
     model = layout.step_bytes()
+    ours = speculation.replay_bytes if job.draft_tokens else model.replay * layers
     return Result(
         model=job.name,
         family=enabled.family,
@@ -125,13 +181,19 @@ def compare(job: Job, advance: Callable[[], None]) -> Result:
         logit_difference_at=worst_at,
         smallest_margin=margin,
         flushes=flushes,
-        stock=_cost(model.conventional, layers, layout.state_bytes * layers, stock.milliseconds),
-        replay=_cost(model.replay, layers, enabled.bytes_per_request, replay.milliseconds),
+        stock=_cost(model.conventional * layers, layout.state_bytes * layers, stock.milliseconds),
+        replay=_cost(ours, enabled.bytes_per_request, replay.milliseconds),
+        speculation=_drafted(speculation, job.draft_tokens) if job.draft_tokens else None,
     )
 
 
-def _cost(traffic: Traffic, layers: int, memory: int, milliseconds: float) -> Cost:
-    return Cost(traffic.read * layers, traffic.written * layers, memory, milliseconds)
+def _drafted(of: Speculation, draft_tokens: int) -> Drafted:
+    snapshots = _cost(of.snapshot_bytes, of.snapshot_memory, None)
+    return Drafted(draft_tokens, of.steps, of.tokens, of.kept, of.acceptance, of.snapshots_avoided, snapshots)
+
+
+def _cost(traffic: Traffic, memory: int, milliseconds: float | None) -> Cost:
+    return Cost(traffic.read, traffic.written, memory, milliseconds)
 
 
 def _device(name: str) -> torch.device:
@@ -163,19 +225,29 @@ def _checkpoint(name: str, dtype: torch.dtype) -> tuple[hf.PreTrainedModel, hf.P
     return model, tokenizer
 
 
-class _Recorder(hf.LogitsProcessor):
-    """Keeps every step's logits on the host and the time they came."""
+class _Clock(BaseStreamer):
+    """Notes when tokens came, and how many of each row: the prompt first."""
 
-    def __init__(self, advance: Callable[[], None]) -> None:
-        self.advance = advance
-        self.logits: list[Tensor] = []
+    def __init__(self, batch: int, advance: Callable[[int], None]) -> None:
+        self.batch, self.advance = batch, advance
         self.times: list[float] = []
+        self.tokens: list[int] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.logits.append(scores.float().cpu())
+    def put(self, value: Tensor) -> None:
+        """Tokens [B] or [B, n]."""
         self.times.append(time.perf_counter())
-        self.advance()
-        return scores
+        self.tokens.append(value.numel() // self.batch)
+        if len(self.times) > 1:
+            self.advance(self.tokens[-1])
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    @property
+    def milliseconds(self) -> float:
+        """Per token of each row, after the first forward's, which hold the prompt's time."""
+        tokens = sum(self.tokens[2:])
+        return (self.times[-1] - self.times[1]) / max(tokens, 1) * 1e3
 
 
 @dataclass(frozen=True)
@@ -185,15 +257,17 @@ class _Run:
     milliseconds: float
 
 
-def _generate(job: Job, advance: Callable[[], None]) -> tuple[_Run, hf.Cache]:
-    greedy = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True, **job.inputs}
-    job.model.generate(**greedy, max_new_tokens=2)  # first calls pay for lazy initialisation and compilation
-    recorder = _Recorder(advance)
-    processors = hf.LogitsProcessorList([recorder])
-    output = job.model.generate(**greedy, max_new_tokens=job.max_new_tokens, logits_processor=processors)
-    seconds = (recorder.times[-1] - recorder.times[0]) / max(len(recorder.times) - 1, 1)
-    tokens = output.sequences[:, job.inputs["input_ids"].shape[1] :].cpu()
-    return _Run(tokens, recorder.logits, seconds * 1e3), output.past_key_values
+def _generate(job: Job, advance: Callable[[int], None], draft_tokens: int = 0) -> tuple[_Run, hf.Cache]:
+    # Scores come from generate itself: prompt lookup also calls logits processors with made-up ones.
+    options = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True, "output_scores": True, **job.inputs}
+    if draft_tokens:
+        options["prompt_lookup_num_tokens"] = draft_tokens
+    job.model.generate(**options, max_new_tokens=2)  # first calls pay for lazy initialisation and compilation
+    batch, prompt = job.inputs["input_ids"].shape
+    clock = _Clock(batch, advance)
+    output = job.model.generate(**options, max_new_tokens=job.max_new_tokens, streamer=clock)
+    logits = [scores.float().cpu() for scores in output.scores]
+    return _Run(output.sequences[:, prompt:].cpu(), logits, clock.milliseconds), output.past_key_values
 
 
 def _differences(stock: _Run, replay: _Run) -> tuple[tuple[int, int] | None, float, tuple[int, int], float]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ..integrations.transformers.presets import Preset
-    from .compare import Result
+    from .compare import Cost, Drafted, Result
 
 
 def results(every: list[Result]) -> None:
@@ -30,22 +30,10 @@ def _result(console: Console, result: Result) -> None:
     for row, text in enumerate(result.text):
         console.print(f"row {row}, after {result.prompt_tokens[row]} tokens of prompt:", style="bold")
         console.print(text, markup=False, soft_wrap=True)
-    table = Table(title_justify="left")
-    table.add_column("state, one request, all layers")
-    for title in ("transformers", "ReplaySSM", "ratio"):
-        table.add_column(title, justify="right")
-    stock, replay = result.stock, result.replay
-    rows = (
-        ("bytes read per token", stock.read, replay.read, ",.0f"),
-        ("bytes written per token", stock.written, replay.written, ",.0f"),
-        ("bytes read and written", stock.read + stock.written, replay.read + replay.written, ",.0f"),
-        ("bytes held", stock.memory, replay.memory, ",.0f"),
-        ("ms per step of the batch", stock.milliseconds, replay.milliseconds, ".2f"),
-    )
-    for title, theirs, ours, form in rows:
-        table.add_row(title, f"{theirs:{form}}", f"{ours:{form}}", f"{ours / theirs:.2f}" if theirs else "-")
-    console.print(table)
+    _costs(console, "state, one request, all layers", "transformers", result.stock, result.replay)
     flushes = sorted(set(result.flushes))
+    if result.speculation:
+        _speculation(console, result.speculation, result.replay)
     console.print(f"window {result.window}; flushes per request and layer: {', '.join(map(str, flushes))}")
     if result.identical:
         console.print(f"tokens: identical, {len(result.text)} x {result.new_tokens}", style="green")
@@ -56,6 +44,32 @@ def _result(console: Console, result: Result) -> None:
     console.print(
         f"logits: differ most at token {position} of row {row}, by {result.logit_difference:.1e}\n"
         f"smallest top-1 margin: {result.smallest_margin:.1e}\n"
+    )
+
+
+def _costs(console: Console, title: str, other: str, theirs: Cost, ours: Cost) -> None:
+    table = Table(title)
+    for way in (other, "ReplaySSM", "ratio"):
+        table.add_column(way, justify="right")
+    rows = (
+        ("bytes read per token", theirs.read, ours.read, ",.0f"),
+        ("bytes written per token", theirs.written, ours.written, ",.0f"),
+        ("bytes read and written", theirs.read + theirs.written, ours.read + ours.written, ",.0f"),
+        ("bytes held", theirs.memory, ours.memory, ",.0f"),
+        ("ms per token of every row", theirs.milliseconds, ours.milliseconds, ".2f"),
+    )
+    for name, a, b, form in rows:
+        if a is not None and b is not None:
+            table.add_row(name, f"{a:{form}}", f"{b:{form}}", f"{b / a:.2f}" if a else "-")
+    console.print(table)
+
+
+def _speculation(console: Console, drafted: Drafted, replay: Cost) -> None:
+    _costs(console, "speculation, per token kept", "snapshots", drafted.snapshots, replay)
+    console.print(
+        f"up to {drafted.draft_tokens} drafts a step: {drafted.steps} steps read {drafted.tokens} tokens and kept "
+        f"{drafted.kept}; acceptance length {drafted.acceptance:.2f}\n"
+        f"state snapshots avoided: {drafted.snapshots_avoided}"
     )
 
 

@@ -119,22 +119,24 @@ def error(kind: type[Contestant], layout: Layout, T: int = 1, B: int = 3, device
     work = Work(layout, 1, B, T, steps=layout.W + 3 if T == 1 else layout.W // 2 + 3,
                 entries=layout.W + 3, staggered=False, device=device)  # fmt: skip
     outputs = [o.clone() for o in drive(kind(work, candidate), lambda i, layer: i, settle=True)]
-    truth = oracle(work)
+    truth, _ = oracle(work)
     return float((torch.stack(outputs).double() - truth).norm() / truth.norm())
 
 
-def oracle(work: Work) -> Tensor:
-    """fp64 outputs [steps, B T, H, V] of a one-layer work that starts from fresh states; rejected tokens leave no trace."""
+def oracle(work: Work) -> tuple[Tensor, Tensor]:
+    """fp64 outputs [steps, B T, H, V] and final states [B, H, V, K] of a one-layer work that starts from fresh states.
+
+    Rejected tokens leave no trace.
+    """
     states, w = work.states()[0].double(), {name: x if x is None else x.double() for name, x in work.w.items()}
     o = torch.empty(work.steps, work.B, work.T, work.layout.H, work.layout.V, dtype=torch.float64, device=work.device)
     for b in range(work.B):
-        s = states[b]
         for i in range(work.steps):
             x = {name: one.unflatten(0, (work.B, work.T))[b] for name, one in work.entry(i).items()}
-            o[i, b], _ = reference.decode(work.layout.recurrence, s, **x, **w)
+            o[i, b], _ = reference.decode(work.layout.recurrence, states[b], **x, **w)
             kept = {name: one[: work.accepted[i, 0, b]] for name, one in x.items()}
-            _, s = reference.decode(work.layout.recurrence, s, **kept, **w)
-    return o.flatten(1, 2)
+            _, states[b] = reference.decode(work.layout.recurrence, states[b], **kept, **w)
+    return o.flatten(1, 2), states
 
 
 def timed(kind: type[Contestant], work: Work, replays: int = 10, candidate=None) -> tuple[float, float]:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from replayssm import Layout, launch
+from replayssm.models import Model
 
 from .contest import Absent, Contestant, Ours, best_candidate, error, timed
 from .peers import DECODE
-from .work import MODELS, Model, Work, cold_groups
+from .work import MODELS, Work, cold_groups
 
 BATCHES = (256, 64, 16, 8, 4, 2, 1)
 ERROR_BOUND = 1e-2  # bf16 outputs, some from bf16 records: 4e-3 is usual

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from replayssm import GDN, KDA, MAMBA2, Layout, Recurrence
+from replayssm import Layout
+from replayssm.models import MODELS as SERVED
 
 # Twice an H200's L2: state that a step does not touch again before the next one comes from memory, as in a model.
 COLD_BYTES = 128 * 2**20
 # Probability that a draft token stays, given that all before it did.
 ACCEPTANCE = 0.75
-
-
-@dataclass(frozen=True)
-class Model:
-    """The recurrent layers of a served model: one layer's sizes, and how many layers share a plan."""
-
-    recurrence: Recurrence
-    H: int
-    G: int
-    V: int
-    K: int
-    layers: int
-
-    def layout(self, **options) -> Layout:
-        """One layer's layout."""
-        return Layout(self.recurrence, self.H, self.G, self.V, self.K, **options)
-
-
+# Layers that are measured.
 MODELS = {
-    "Qwen3.5-4B": Model(GDN, 32, 16, 128, 128, 24),
-    "Kimi-Linear-48B-A3B": Model(KDA, 32, 32, 128, 128, 20),
-    "Nemotron-3-Super-120B-A12B": Model(MAMBA2, 128, 8, 64, 128, 40),
-    "Nemotron-3-Nano-4B": Model(MAMBA2, 96, 8, 80, 128, 21),
+    name: SERVED[name] for name in ("Qwen3.5-4B", "Kimi-Linear-48B-A3B", "Nemotron-3-Super-120B-A12B", "Nemotron-3-Nano-4B")
 }
 
 

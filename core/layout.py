@@ -281,6 +281,11 @@ class Layout:
         window = (self.conv.width - 1) * self._record("conv") if self.conv else 0
         return (1 + (self.T_max if tokens is None else tokens)) * (self.state_bytes + window)
 
+    def fold_traffic(self, count: float, target: str | None = None) -> Traffic:
+        """The byte model of folding `count` records of one request and layer: in place, or into a state of format `target`."""
+        written = self.state_bytes if target is None else self.H * formats.named(target).bytes(self.V, self.K)
+        return Traffic(read=self.state_bytes + self.fold_bytes * count, written=written)
+
     def step_bytes(self, tokens: int = 1, acceptance: float = 1.0, gated: bool = False) -> StepBytes:
         """The byte model of a step of `tokens` tokens, means over whole flush cycles.
 

@@ -12,11 +12,12 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from replayssm import GDN, MAMBA2, Layout
-from replayssm.bench import contest, decode, peers, stage, verify, work
+from replayssm.bench import contest, decode, materialize, peers, stage, verify, work
 from replayssm.bench.contest import Ours
 from replayssm.cli.app import app
+from replayssm.models import Model
 
-TINY = {"tiny-gdn": work.Model(GDN, 2, 1, 16, 16, 3), "tiny-mamba2": work.Model(MAMBA2, 2, 1, 16, 16, 3)}
+TINY = {"tiny-gdn": Model(GDN, 2, 1, 16, 16, 3), "tiny-mamba2": Model(MAMBA2, 2, 1, 16, 16, 3)}
 
 
 class Wrong(Ours):
@@ -44,8 +45,10 @@ def on_cpu(monkeypatch):
         return 1000.0, 10.0
 
     monkeypatch.setattr(contest, "graph_us", eager)
+    monkeypatch.setattr(materialize, "graph_us", eager)
     monkeypatch.setattr(work.Work.__init__, "__defaults__", (*work.Work.__init__.__defaults__[:-2], "cpu", 0))
     monkeypatch.setattr(contest.error, "__defaults__", (1, 3, "cpu", None))
+    monkeypatch.setattr(materialize.error, "__defaults__", (3, "cpu"))
     monkeypatch.setattr(work, "COLD_BYTES", 1)
     for name, model in TINY.items():
         monkeypatch.setitem(work.MODELS, name, model)
@@ -177,3 +180,27 @@ def test_verify_rows(on_cpu, monkeypatch):
     assert [row["peers"] for row in rows] == [{}, {"steady": rows[1]["us"]}]
     assert set(checks) == {"tiny-gdn, T = 1", "tiny-gdn, T = 2"}
     json.dumps(rows)
+
+
+def test_materialize_rows(on_cpu, monkeypatch):
+    """Both operations at every count, over the floor of what they read and write; live slots stay as they are."""
+    checks: dict = {}
+    rows = list(materialize.rows(["tiny-mamba2"], [2], ["bf16"], 4, [0, 3], 1e12, 1, checks))
+    assert [(row["op"], row["count"]) for row in rows] == [
+        ("materialize", 0), ("fold", 0), ("materialize", 3), ("fold", 3)
+    ]  # fmt: skip
+    S, record = 2 * 16 * 16 * 2, (16 + 2 * 16) * 2 + 2 * 4  # H V K bf16; k and v bf16, beta fp32
+    for row in rows:
+        written = 2 * S if row["op"] == "materialize" else S
+        assert row["bytes"] == 2 * 3 * (S + row["count"] * record + written), row["op"]
+        assert row["floor_us"] == pytest.approx(row["bytes"] / 1e6) and row["us"] == 1000.0
+        assert row["share"] == pytest.approx(row["floor_us"] / 1000)
+    errors = checks["tiny-mamba2, bf16"]
+    assert errors["materialize"] < 1e-6 < errors["fold"] < 1e-2
+    json.dumps(rows)
+
+
+def test_our_own_wrong_states_end_the_run(on_cpu, monkeypatch):
+    monkeypatch.setattr(materialize, "oracle", lambda work: (None, torch.ones(work.B, 2, 16, 16)))
+    with pytest.raises(RuntimeError, match="tiny-gdn, state fp32: our own states are off by"):
+        list(materialize.rows(["tiny-gdn"], [2], ["fp32"], 4, [1], 1e12, 1, {}))

@@ -1,4 +1,4 @@
-"""The ``bench`` commands and ``report``: options and tables; what they do is the package ``replayssm.bench``."""
+"""The ``bench`` commands: options and tables; what they do is the package ``replayssm.bench``."""
 
 from __future__ import annotations
 
@@ -112,6 +112,36 @@ def verify(
     _print(results, as_json)
 
 
+@app.command()
+def materialize(
+    layer: Layers = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", help="Requests at once; may be repeated.")] = None,
+    count: Annotated[list[int] | None, typer.Option("--count", help="Records of a request; may be repeated.")] = None,
+    state: Annotated[list[str] | None, typer.Option("--state", help="Checkpoint format; may be repeated.")] = None,
+    window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
+    replays: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 8,
+    out: Out = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """The exact states of some requests, all layers at once, into a buffer and in place: microseconds, share of the floor."""
+    names, _ = _prepare(layer, [*(batch or ()), window], PEERS)
+    from replayssm.bench import materialize, timing
+
+    batches, states = batch or list(materialize.BATCHES), state or ["fp32"]
+    counts = count or [n for n in materialize.COUNTS if n <= window]
+    if not 0 <= min(counts) <= max(counts) <= window:
+        refuse(f"count: expected 0 ... window = {window}, got {counts}")
+    for name in states:
+        if name not in materialize.ERROR_BOUND:
+            refuse(f"state: expected one of {', '.join(materialize.ERROR_BOUND)}, got {name!r}")
+    results = _results(timing.header(commit))
+    head = results["header"]
+    rows = materialize.rows(names, batches, states, window, counts, head["read_ceiling"], replays, head["checks"])
+    _measure(results, "rows", rows, len(names) * len(states) * len(batches) * len(counts) * len(materialize.OPERATIONS), out)
+    _print(results, as_json)
+
+
 def _prepare(layers: list[str] | None, sizes: list[int], peers: Path) -> tuple[list[str], bool]:
     """Layers to measure and whether the peers are there; refuses what cannot run here."""
     import torch
@@ -151,8 +181,7 @@ def _measure(results: dict[str, Any], key: str, rows: Iterable[dict[str, Any]], 
                 out.write_text(json.dumps(results, indent=1) + "\n")
             progress.advance(task)
             if key == "rows":
-                about = f"{row['layer']}, batch {row['batch']}, T {row['T']}, W {row['W']}, {row['state']}"
-                progress.console.print(f"{about}: {row['us']:.1f} us", highlight=False)
+                progress.console.print(f"{row['layer']}, {_case(row)}: {row['us']:.1f} us", highlight=False)
 
 
 def _print(results: dict[str, Any], as_json: bool) -> None:
@@ -163,20 +192,14 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
     console, head = Console(highlight=False, width=200), results["header"]
     console.print(f"{head['device']}, torch {head['torch']}, Triton {head['triton']}, commit {head['commit'][:12]}")
     console.print(f"read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s")
-    table = Table(
-        *("layer", "batch", "T", "W", "state", "us", "spread", "floor us", "share", "of one step", "peers, us (ratio)"),
-        box=None,
-        pad_edge=False,
-    )
+    columns = ("layer", "case", "us", "spread", "floor us", "share", "of one step", "peers, us (ratio)")
+    table = Table(*columns, box=None, pad_edge=False)
     for row in results["rows"]:
-        peers = ", ".join(f"{name} {us:.1f} ({us / row['us']:.2f})" for name, us in row["peers"].items())
+        peers = ", ".join(f"{name} {us:.1f} ({us / row['us']:.2f})" for name, us in row.get("peers", {}).items())
         figures = (row["us"], row["spread_us"], row["floor_us"])
         table.add_row(
             row["layer"],
-            str(row["batch"]),
-            str(row["T"]),
-            str(row["W"]),
-            row["state"],
+            _case(row),
             *(f"{x:.1f}" for x in figures),
             f"{row['floor_us'] / row['us']:.2f}",
             f"{row['us'] / row['one_step_us']:.2f}" if row.get("one_step_us") else "",
@@ -187,9 +210,15 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
         console.print(
             f"{one['layer']}, batch {one['batch']}, one admission: slowest step {one['slowest_over_mean']:.2f} x mean"
         )
-    absent = {(row["layer"], name): reason for row in results["rows"] for name, reason in row["absent"].items()}
+    absent = {(row["layer"], name): reason for row in results["rows"] for name, reason in row.get("absent", {}).items()}
     for (layer, name), reason in absent.items():
         console.print(f"absent: {name} for {layer}: {reason}", markup=False, soft_wrap=True)
     for layer, found in head["checks"].items():
         errors = ", ".join(f"{name} {error:.1e}" for name, error in found.items() if not isinstance(error, str))
         console.print(f"output errors against fp64, {layer}: {errors}", soft_wrap=True)
+
+
+def _case(row: dict[str, Any]) -> str:
+    """What a row measures of its layer."""
+    step = f"T {row['T']}" if "T" in row else f"{row['op']} of {row['count']}"
+    return f"batch {row['batch']}, {step}, W {row['W']}, {row['state']}"

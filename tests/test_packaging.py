@@ -1,4 +1,4 @@
-"""The wheel, built by way of the sdist, holds every file of the source folders, results apart, under its import name."""
+"""The wheel, built by way of the sdist, holds every file of the source folders under its import name."""
 
 import email
 import shutil
@@ -20,7 +20,7 @@ def wheel(tmp_path_factory):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(source / "dist"), str(source)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -34,7 +34,7 @@ def test_wheel_holds_every_file(wheel):
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, package in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and not {"__pycache__", "results"} & set(path.parts) and path.suffix != ".md"
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
     }
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert {"replayssm/__init__.py", "replayssm/kernels/__init__.py", "replayssm/integrations/__init__.py"} <= expected

@@ -1,0 +1,106 @@
+"""Committed results as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .peers import replays
+
+FAMILIES = {"gdn": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamba-2"}
+PEERS = ("best conventional / ours", "best replaying / ours")
+Row = dict[str, Any]
+
+
+def group(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
+    """Rows by the values of these keys, in their order."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def best(row: Row, replaying: bool) -> tuple[str, float] | None:
+    """(name, microseconds) of a row's fastest peer that writes the state every step, or of the fastest that does not."""
+    peers = {name: us for name, us in row.get("peers", {}).items() if replays(name) == replaying}
+    return min(peers.items(), key=lambda peer: peer[1]) if peers else None
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; columns after the first are aligned right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def header(head: Row, command: str) -> str:
+    """Where, when and by what a file's rows were measured."""
+    commit = f", commit {head['commit'][:12]}" if head.get("commit") else ""
+    ceiling = f"; read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s" if head.get("read_ceiling") else ""
+    about = ", ".join(
+        f"{name}{head[key]}"
+        for key, name in (("device", ""), ("date", ""), ("driver", "driver "), ("torch", "torch "), ("triton", "Triton "))
+        if key in head
+    )
+    return f"{about}{commit}{ceiling}. `{command}`."
+
+
+def _peer(row: Row, replaying: bool) -> str:
+    found = best(row, replaying)
+    return f"{found[1] / row['us']:.2f} ({found[0]}, {found[1]:.1f} µs)" if found else "-"
+
+
+def _formats(row: Row) -> str:
+    return row["state"] + (f", read {row['read']}" if row["read"] else "")
+
+
+def decode(rows: Sequence[Row]) -> str:
+    """Per layer, format and batch: time, floor, and how many times it the best peers take."""
+    columns = ("layer", "state", "batch", "µs", "byte floor, µs", "share", *PEERS)
+    return table(columns, [
+        (f"{row['layer']} ({row['family']})", _formats(row), f"{row['batch']}", f"{row['us']:.1f}", f"{row['floor_us']:.1f}",
+         f"{row['floor_us'] / row['us']:.2f}", _peer(row, False), _peer(row, True))
+        for row in rows
+    ])  # fmt: skip
+
+
+def verify(rows: Sequence[Row]) -> str:
+    """Per layer, batch and T: time at the best window, also in conventional one-token steps, and the best peers'."""
+    columns = ("layer", "batch", "T", "W", "µs", "share", "one-token steps", *PEERS)
+    return table(columns, [
+        (f"{row['layer']} ({row['family']})", f"{row['batch']}", f"{row['T']}", f"{row['W']}", f"{row['us']:.1f}",
+         f"{row['floor_us'] / row['us']:.2f}", f"{row['us'] / row['one_step_us']:.2f}" if row.get("one_step_us") else "-",
+         _peer(row, False), _peer(row, True))
+        for row in rows
+    ])  # fmt: skip
+
+
+def trace(rows: Sequence[Row]) -> str:
+    """Per layer: how much slower than the mean the slowest step of a cycle is."""
+    return table(("layer", "requests", "W", "slowest step / mean of a cycle"), [
+        (row["layer"], f"{row['batch']}", f"{row['W']}", f"{row['slowest_over_mean']:.2f}") for row in rows
+    ])  # fmt: skip
+
+
+def materialize(rows: Sequence[Row]) -> str:
+    """Per layer, operation, batch and records: time of all measured layers, floor, share."""
+    columns = ("layer", "operation", "batch", "records", "layers", "µs", "MB", "share of the byte floor")
+    return table(columns, [
+        (f"{row['layer']} ({row['family']})", row["op"], f"{row['batch']}", f"{row['count']}", f"{row['layers']}",
+         f"{row['us']:.1f}", f"{row['bytes'] / 1e6:.1f}", f"{row['floor_us'] / row['us']:.2f}")
+        for row in rows
+    ])  # fmt: skip
+
+
+def position(row: Row) -> int:
+    """The end of a row's bucket of positions, which is a number of tokens or a pair of them."""
+    return row["position"][1] if isinstance(row["position"], list) else row["position"]
+
+
+def drift(rows: Sequence[Row]) -> str:
+    """Per model and format: mean KL divergence at each position."""
+    positions = sorted(set(map(position, rows)))
+    lines = []
+    for (model, format), of in group(rows, "model", "format").items():
+        at = {position(row): f"{row['kl_mean']:.1e}" for row in of}
+        lines.append((model, format, *(at.get(tokens, "-") for tokens in positions)))
+    return table(("model", "format", *(f"{tokens:,} tokens" for tokens in positions)), lines)

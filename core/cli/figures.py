@@ -1,0 +1,49 @@
+"""``replayssm report``: figures and tables of the committed results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .refuse import refuse
+
+
+def report(
+    results: Annotated[Path | None, typer.Option(help="Folder of results; default: the committed ones.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of benchmarks.md; figures go into its figures/.")] = Path("docs"),
+) -> None:
+    """Draw every figure that the results allow and rewrite the tables between the markers of benchmarks.md.
+
+    Where the folder has no benchmarks.md, one of figures and tables alone is written. What is not measured is listed.
+
+    Example: replayssm report --results bench/results/h200 --out docs
+
+    Exit code 0, or 2 for bad input.
+    """
+    try:
+        from replayssm.bench import figures
+    except ModuleNotFoundError as failed:
+        if failed.name != "matplotlib":
+            raise
+        refuse("matplotlib is not installed; pip install 'replayssm[cli]'")
+    from replayssm.bench.report import PAGE, bare, drawable, fill, missing
+    from replayssm.bench.results import COMMITTED, load
+
+    console, page = Console(highlight=False, soft_wrap=True), out / PAGE
+    try:
+        found = load(results or COMMITTED)
+        text = fill(page.read_text() if page.is_file() else bare(), found)
+    except ValueError as error:
+        refuse(error)
+    for name, rows in drawable(found).items():
+        path = out / "figures" / f"{name}.png"
+        figures.save(getattr(figures, name)(rows), path)
+        console.print(f"{path}")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text)
+    console.print(f"{page}")
+    for line in missing(found):
+        console.print(f"missing: {line}", style="yellow", markup=False)

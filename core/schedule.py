@@ -11,12 +11,15 @@ from .layout import Layout
 __all__ = ["best_window", "flush_rule"]
 
 
-def best_window(layout: Layout, windows: range = range(1, 65)) -> int:
+def best_window(layout: Layout, windows: range = range(1, 65), tokens: int = 1, acceptance: float = 1.0) -> int:
     """The window of least bytes per step for this layout (about ``sqrt(2 S / r)``), from the byte model alone.
 
     Only windows that hold the layout's ``T_max`` tokens are considered.
+
+    Args:
+        tokens, acceptance: of a step; see ``Layout.step_bytes``.
     """
     fitting = [W for W in windows if W >= layout.T_max]
     if not fitting:
         raise ValueError(f"windows: expected one of at least T_max = {layout.T_max}, got {windows}")
-    return min(fitting, key=lambda W: layout.with_window(W).step_bytes().replay.total)
+    return min(fitting, key=lambda W: layout.with_window(W).step_bytes(tokens, acceptance).replay.total)

@@ -1,4 +1,4 @@
-"""The command line: ``replayssm run`` and ``replayssm presets``."""
+"""The command line: ``replayssm --help`` names its commands."""
 
 import sys
 

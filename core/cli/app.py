@@ -1,4 +1,4 @@
-"""Commands and their options; what they do is compare.py, how it looks is report.py."""
+"""The commands; ``run`` and ``presets`` here, what they do is compare.py, how it looks is report.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import bench, report
+from . import bench, figures, report
+from .doctor import doctor
+from .plan import plan
 from .refuse import refuse
 
 app = typer.Typer(
@@ -21,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.command()(figures.report)
+app.command()(plan)
+app.command()(doctor)
 
 
 @app.command()

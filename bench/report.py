@@ -96,8 +96,7 @@ def fill(page: str, found: Results) -> str:
     """
     pattern = re.compile(BEGIN.format(r"(\w+)") + r"\n(.*?)" + re.escape(END), re.DOTALL)
     names = [name for name, _ in pattern.findall(page)]
-    opened = len(re.findall(BEGIN.format(r"(?!end)\w+"), page))
-    if sorted(names) != sorted(SECTIONS) or opened != len(names):
+    if sorted(names) != sorted(SECTIONS):
         raise ValueError(f"{PAGE}: expected a pair of markers for each of {', '.join(SECTIONS)}, got {names}")
     return pattern.sub(lambda at: f"{BEGIN.format(at[1])}\n\n{section(at[1], found)}\n\n{END}", page)
 

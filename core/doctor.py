@@ -144,7 +144,7 @@ def package(name: str, allowed: dict[str, Requirement]) -> Package:
 
 
 def probe(row: Recurrence, mode: str, state: str, device: str) -> Probe:
-    """Steps over more than one window of a layer of 2 heads of 16 x 16, one request; the final state counts as well."""
+    """Steps over more than one window of a layer of 2 heads of 16 x 32, one request; the final state counts as well."""
     about = (row.name, mode, state)
     try:
         error = _error(row, mode, state, device)
@@ -176,7 +176,7 @@ def count() -> int:
 def _error(row: Recurrence, mode: str, state: str, device: str) -> float:
     """The larger relative error of outputs and final state."""
     T, parents, stay = MODES[mode]
-    layout = Layout(row, H=2, G=2, V=16, K=16, W=4, T_max=T, state=state)
+    layout = Layout(row, H=2, G=2, V=16, K=32, W=4, T_max=T, state=state)
     generator = torch.Generator(device).manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
@@ -185,15 +185,15 @@ def _error(row: Recurrence, mode: str, state: str, device: str) -> float:
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, device=device, dtype=torch.int32)
 
-    A, D, bias = -rand(2).exp(), None if row.delta else rand(2), rand(*((2, 16) if row.per_channel else (2,)))
+    A, D, bias = -rand(2).exp(), None if row.delta else rand(2), rand(*((2, 32) if row.per_channel else (2,)))
     ours = ReplayState(layout, 1, 1, device, A=None if row.stores_g else A[None])
     oracle = Ring(row, layout.W, layout.R, A=A, dt_bias=bias, D=D)
-    slots, begin = ints(0), rand(1, 1, 2, 16, 16)
+    slots, begin = ints(0), rand(1, 1, 2, 16, 32)
     ours.load(slots, begin)
     oracle.load(0, begin[0, 0])
     got, truth = [], []
     for _ in range(4):
-        x = {"q": rand(T, 2, 16), "k": rand(T, 2, 16) / 4, "v": rand(T, 2, 16), "b": rand(T, 2)}
+        x = {"q": rand(T, 2, 32), "k": rand(T, 2, 32) / 4, "v": rand(T, 2, 16), "b": rand(T, 2)}
         if row.stores_g:
             x["a"] = rand(T, *bias.shape)
         x = {name: one.to(layout.act) for name, one in x.items()}

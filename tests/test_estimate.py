@@ -62,6 +62,9 @@ def test_bytes_and_memory_by_hand():
     free = 0.9 * H200.memory - QWEN.weights
     assert conventional.fits == free // conventional.memory and replay.fits == free // replay.memory
     assert (conventional.kept, replay.kept) == (1, 1)
+    assert replay.step_us == replay.recurrent.us + found.attention.us
+    slow = estimate(Deployment(QWEN, H200, 64, 1000, window=16, other_us=500), calibrated(row())).ways[-1]
+    assert slow.step_us == replay.step_us + 500 and slow.tokens_per_second == pytest.approx(64e6 / slow.step_us)
 
 
 def test_speculation():

@@ -1,0 +1,1 @@
+"""How the small models that `replayssm run` and `replayssm drift` use were made."""

@@ -180,6 +180,17 @@ class Checks:
         if states.device != self.device:
             raise ValueError(f"{name}: expected device {self.device}, got {states.device}")
 
+    def loaded(self, layers: int, slots: Tensor, states: Tensor, conv: Tensor | None) -> None:
+        """A caller's states and convolution windows, for that many layers of the slots."""
+        B, spec = slots.shape[0], self.layout.conv
+        self.states("states", states)
+        if states.shape[:2] != (layers, B):
+            raise ValueError(f"states: expected [{layers}, {B}, ...], got {list(states.shape)}")
+        if (conv is None) != (spec is None):
+            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if spec else 'None'}, got {describe(conv)}")
+        if conv is not None and spec is not None:
+            expect("conv", conv, (layers, B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
+
     def step(self, tokens: int | None, x: dict[str, Tensor | None], w: dict[str, Tensor | None]) -> None:
         """A step's tokens and weights: which are there, their shapes, dtypes and strides."""
         layout, row = self.layout, self.layout.recurrence

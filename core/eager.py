@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import formats
 from .cursor import Cursors, append_row, committed, flush_rule, next_ticket
-from .layout import Buffers, Layout
+from .formats import LOADED, Format, Stored
+from .layout import STORED, Buffers, Layout
 from .recurrence import L2_EPS, READOUT_G_FLOOR, epilogue, gates, unit
 
 
@@ -28,7 +30,10 @@ def scatter(target: Tensor, slots: Tensor, values: Tensor) -> None:
     if slots.shape[0] == 0:
         return
     index, rows = _live(slots)
-    kept = torch.where((slots >= 0).any(), values[rows].to(target.dtype), target[index])
+    values = values.to(target.dtype)
+    if target.dtype == formats.E4M3:  # index_copy_ does not know it
+        target, values = target.view(torch.uint8), values.view(torch.uint8)
+    kept = torch.where((slots >= 0).any(), values[rows], target[index])
     target.index_copy_(0, index, kept)
 
 
@@ -51,11 +56,14 @@ def plan(
     first = torch.arange(B, device=slots.device) * T if cu_seqlens is None else cu_seqlens[:-1]
     rows = torch.full_like(first, T) if cu_seqlens is None else cu_seqlens.diff()
     n = torch.where(live, rows if t is None else t.long(), 0)
-    start, count = (torch.where(live, c[at], 0) for c in (cursors.start, cursors.count))
+    start, count, flushes, key = (
+        torch.where(live, c[at], 0) for c in (cursors.start, cursors.count, cursors.flushes, cursors.key)
+    )
     ticket = next_ticket(torch.where(live, cursors.pending[at], 0))
     flush = live & flush_rule(torch.zeros_like(n) if force is None else force, count, n, W)
     order = flush.to(torch.int32).argsort(descending=True, stable=True)
     columns = (slots, start, count, n, flush, append_row(start, count, R), first, rows, ticket, order)
+    columns += (flushes, key, key >> 32)
     out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
     scatter(cursors.pending, slots, ticket)
     if parents is not None and tree is not None:
@@ -106,7 +114,7 @@ def compact(plan: Tensor, path: Tensor, accepted: Tensor | None, buffers: Buffer
     for i in range(path.shape[1]):
         node = torch.where(i < n, path[:, i], i)
         source, target = append_row(append, node, layout.R), append_row(append, i, layout.R)
-        for ring in buffers[1:]:
+        for ring in buffers[len(STORED) :]:
             if ring is not None:
                 rows = ring.movedim((1, 3), (0, 1))  # [S, R, L, heads, ...]
                 _scatter_rows(rows, torch.where(i < n, slot, -1), target, rows[at, source])
@@ -119,6 +127,24 @@ def folded(slots: Tensor, cursors: Cursors, R: int) -> None:
     flushes = cursors.flushes[at] + 1
     for cursor, value in ((cursors.start, start), (cursors.count, count), (cursors.flushes, flushes)):
         scatter(cursor, slots, value)
+
+
+def _load(stored: Stored, slot: Tensor, one: Format) -> Tensor:
+    """The fp32 states [B, H, V, K] of these slots of one layer."""
+    return one.decode(Stored(*(None if x is None else x[slot] for x in stored)))
+
+
+def _store(buffers: Buffers, slots: Tensor, state: Tensor, layer: int, flushes: Tensor, key: Tensor, layout: Layout) -> None:
+    """Round fp32 states [B, H, V, K] to one layer's checkpoints and, independently, to its read copies."""
+    draws = None
+    if layout.format.stochastic:
+        draws = formats.draws(layout.seed, layer, key, flushes, layout.H, layout.V, layout.K)
+    encoded = [*zip(buffers.checkpoint, layout.format.encode(state, draws), strict=True)]
+    if layout.read_format is not None:
+        encoded += zip(buffers.copy, layout.read_format.encode(state), strict=True)
+    for target, values in encoded:
+        if target is not None:
+            scatter(target, slots, values)
 
 
 def _fold(state: Tensor, ring: Buffers, A: Tensor | None, slot: Tensor, start: Tensor, n: Tensor, layout: Layout) -> Tensor:
@@ -158,14 +184,15 @@ def step(
 ) -> None:
     """One step of one layer, up to T tokens per row; reads plan rows, writes ``out`` [N, H, V] and the layer's buffers."""
     row, heads = layout.recurrence, layout.H // layout.G
-    ring = Buffers(*(None if x is None else x[layer] for x in buffers))
-    slots, start, count, t, flush, append, first, *_ = (c.long() for c in plan.unbind(1))
+    ring = buffers.layer(layer)
+    slots, start, count, t, flush, append, first, *_, flushes, key_low, key_high = (c.long() for c in plan.unbind(1))
     out.zero_()
     slot, flush = slots.clamp(min=0), flush.bool()
 
-    state = layout.format.decode(ring.state[slot])
-    state = _fold(state, ring, A, slot, start, torch.where(flush, count, 0), layout)
-    scatter(ring.state, torch.where(flush, slots, -1), layout.format.encode(state))
+    state = _fold(_load(ring.checkpoint, slot, layout.format), ring, A, slot, start, torch.where(flush, count, 0), layout)
+    _store(ring, torch.where(flush, slots, -1), state, layer, flushes, (key_high << 32) | (key_low & 0xFFFFFFFF), layout)
+    if layout.read_format is not None:
+        state = torch.where(flush[:, None, None, None], state, _load(ring.copy, slot, layout.read_format))
     count = torch.where(flush, 0, count)
 
     # History, oldest first: [B, W, heads, ...]; what a dead row holds is masked away before any arithmetic.
@@ -250,26 +277,32 @@ def _scatter_rows(target: Tensor, slots: Tensor, rows: Tensor, values: Tensor) -
 
 
 def materialize(
-    source: Tensor,
+    source: Buffers,
     from_slots: Tensor,
-    buffers: Buffers | None,
     cursors: Cursors | None,
     n: Tensor | None,
-    target: Tensor,
+    target: Buffers,
     to_slots: Tensor,
+    key: Tensor | None,
     A: Tensor | None,
+    layer: int,
     layout: Layout,
 ) -> None:
     """As kernels.materialize.materialize."""
     slot = from_slots.long().clamp(min=0)
     to = torch.where(from_slots >= 0, to_slots, -1)
-    for layer in range(source.shape[0]):
-        state = source[layer, slot].float()
-        if buffers is not None:
+    flushes = torch.full_like(slot, LOADED) if cursors is None else cursors.flushes[slot]
+    one = formats.plain(source.state.dtype) if cursors is None else layout.format
+    for i in range(source.state.shape[0]):
+        buffers = source.layer(i)
+        state = _load(buffers.checkpoint, slot, one)
+        if cursors is not None:
             records = cursors.count[slot] if n is None else torch.minimum(cursors.count[slot], n)
-            ring = Buffers(*(None if x is None else x[layer] for x in buffers))
-            state = _fold(state, ring, None if A is None else A[layer], slot, cursors.start[slot], records, layout)
-        scatter(target[layer], to, state)
+            state = _fold(state, buffers, None if A is None else A[i], slot, cursors.start[slot], records, layout)
+        if key is None:
+            scatter(target.state[i], to, state)
+        else:
+            _store(target.layer(layer + i), to, state, layer + i, flushes, key[to.long().clamp(min=0)], layout)
 
 
 def conv(

@@ -46,17 +46,17 @@ def decode(layout: Layout, B: int) -> Launch:
     at once; chunks of 32 for the delta rule.
     """
     if layout.recurrence.delta:
-        return Launch(_divisor(layout.V, 16), _divisor(layout.K, 64))
-    return Launch(_divisor(layout.V, 8), _divisor(layout.K, 128))
+        return Launch(_divisor(layout.V, 16), _divisor(layout.K // layout.packed, 64))
+    return Launch(_divisor(layout.V, 8), _divisor(layout.K // layout.packed, 128))
 
 
 @lru_cache(maxsize=1024)
 def materialize(layout: Layout) -> Launch:
     """The launch of fold, materialize and load."""
-    return Launch(_divisor(layout.V, 16), _divisor(layout.K, 64))
+    return Launch(_divisor(layout.V, 16), _divisor(layout.K // layout.packed, 64))
 
 
 @lru_cache(maxsize=1024)
 def verify(layout: Layout, B: int) -> Launch:
     """The launch of a step of more than one token per row; not measured yet."""
-    return Launch(_divisor(layout.V, 16), _divisor(layout.K, 64), warps=4)
+    return Launch(_divisor(layout.V, 16), _divisor(layout.K // layout.packed, 64), warps=4)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import formats
+from .formats import Stored
 from .recurrence import FAMILIES, Recurrence
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,12 @@ class Buffers(NamedTuple):
     With layers in front, ``[L, S, ...]``, as ReplayState holds them, or ``[S, ...]`` for one layer.
     """
 
-    state: Tensor  # [H, V, K]   the checkpoint
+    state: Tensor  # [H, V, K]   the checkpoint, in its format
+    state_scale: Tensor | None  # [H, V, K / block]
+    state_row_scale: Tensor | None  # [H, V]
+    read: Tensor | None  # [H, V, K]  the read copy, in its format: what readouts use instead of the checkpoint
+    read_scale: Tensor | None  # [H, V, K / block]
+    read_row_scale: Tensor | None  # [H, V]
     k: Tensor  # [G, R, K]       raw keys, activation dtype
     v: Tensor  # [H, R, V]       raw values, activation dtype
     beta: Tensor | None  # [H, R]      fp32
@@ -37,7 +43,29 @@ class Buffers(NamedTuple):
     rnorm: Tensor | None  # [G, R]     readout helper: 1 / |k| of normalised keys
     conv: Tensor | None  # [1, R, C]   raw inputs of the causal convolution
 
+    @property
+    def checkpoint(self) -> Stored:
+        """What the recurrence continues from."""
+        return Stored(self.state, self.state_scale, self.state_row_scale)
 
+    @property
+    def copy(self) -> Stored | None:
+        """The read copy, where there is one."""
+        return None if self.read is None else Stored(self.read, self.read_scale, self.read_row_scale)
+
+    def layer(self, layer: int) -> Buffers:
+        """One layer's buffers [S, ...]."""
+        return Buffers(*(None if x is None else x[layer] for x in self))  # type: ignore[arg-type]  # state, k, v always are
+
+
+def states(tensor: Tensor) -> Buffers:
+    """A caller's states [L, B, H, V, K] in the checkpoint's place, with nothing beside them."""
+    return Buffers(tensor, *[None] * (len(Buffers._fields) - 1))  # type: ignore[arg-type]
+
+
+# A state's stored tensors: written by folds and loads, contiguous within a head.
+STORED = Buffers._fields[: Buffers._fields.index("k")]
+SUFFIXES = (("values", ""), ("scale", "_scale"), ("row_scale", "_row_scale"))  # fields of formats.Stored
 # What only a readout reads: noise in these must never reach a checkpoint.
 HELPERS = ("u", "gsum", "rnorm")
 
@@ -74,8 +102,8 @@ class StepBytes:
     Attributes:
         io: the step's activations: q, k, v, gates, output. Both ways have them, neither figure below holds them.
         conventional: the state in and out, S + S; for T tokens S read and a snapshot S written per token.
-        replay: read S + r_read * mean live records + r_fold per folded record; written r_new per token + S per flush. A flush
-            reads the state once, for its fold and its outputs.
+        replay: read S_read + r_read * mean live records + r_fold per folded record; written r_new per token + S + read copy per
+            flush. S_read is the read copy, or S without one. A flush reads S alone, for its fold and its outputs.
     """
 
     io: Traffic
@@ -95,12 +123,14 @@ class Layout:
         T_max: most tokens per row and step, ``1 <= T_max <= W``.
         R: ring rows, at least ``W + T_max`` (the default); with a convolution also ``W + width - 1``, so that a full
             window still has the inputs before its first record.
-        state: name of the checkpoint's format.
+        state: name of the checkpoint's format: what the recurrence continues from (``replayssm.formats``).
+        read: name of the format of a copy that readouts use instead, written with the checkpoint; None: they read that.
         act: dtype of q, k, v, z and outputs, and so of the ring's k and v.
         u: dtype of the delta rule's readout helper; None takes fp32 with fp32 activations and fp16, saturating, with 16-bit
             ones. It never reaches the recurrence; docs/precision.md has the measured output errors.
         conv: the causal convolution whose window the core keeps, or None where the engine keeps it.
         order: "head" or "token": which of head and row is outermost in allocated rings.
+        seed: of stochastic rounding, below 2^32; random bits also depend on a request's key, its folds so far and the layer.
 
     Raises:
         ValueError: a size that cannot be; NotImplementedError: a valid one that is not supported.
@@ -115,10 +145,12 @@ class Layout:
     T_max: int = 1
     R: int = 0
     state: str = "fp32"
+    read: str | None = None
     act: torch.dtype = torch.bfloat16
     u: torch.dtype | None = None
     conv: Conv | None = None
     order: Literal["head", "token"] = "head"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.u is None:
@@ -147,7 +179,11 @@ class Layout:
             raise ValueError(
                 f"R: expected at least {least} (W = {self.W}, T_max = {self.T_max}, conv = {self.conv}), got {self.R}"
             )
-        formats.named(self.state)
+        self.format.check("state", self.K)
+        if self.read_format is not None:
+            self.read_format.check("read", self.K)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: expected 0 ... 2^32 - 1, got {self.seed}")
         for name in ("act", "u"):
             if getattr(self, name) not in ACTIVATIONS:
                 raise NotImplementedError(f"{name}: supported are {list(ACTIVATIONS)}, got {getattr(self, name)}")
@@ -163,6 +199,16 @@ class Layout:
     def format(self) -> formats.Format:
         """The checkpoint's format."""
         return formats.named(self.state)
+
+    @property
+    def read_format(self) -> formats.Format | None:
+        """The read copy's format, where there is one."""
+        return None if self.read is None else formats.named(self.read, "read")
+
+    @property
+    def packed(self) -> int:
+        """Most values in one stored element: a kernel's chunk of K must divide K / packed."""
+        return max(self.format.packed, self.read_format.packed if self.read_format else 1)
 
     @property
     def spec(self) -> str:
@@ -184,7 +230,8 @@ class Layout:
         row, H, G, R = self.recurrence, self.H, self.G, self.R
         assert self.u is not None
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype] | None] = {
-            "state": ((H, self.V, self.K), self.format.dtype),
+            **self._stored("state", self.format),
+            **(self._stored("read", self.read_format) if self.read_format else {}),
             "k": ((G, R, self.K), self.act),
             "v": ((H, R, self.V), self.act),
             "beta": ((H, R), torch.float32) if row.beta != "one" else None,
@@ -196,6 +243,11 @@ class Layout:
         }
         return {name: spec for name, spec in shapes.items() if spec is not None}
 
+    def _stored(self, field: str, one: formats.Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Fields of Buffers that hold states of this format."""
+        tensors = one.tensors(self.V, self.K)
+        return {field + suffix: ((self.H, *tensors[part][0]), tensors[part][1]) for part, suffix in SUFFIXES if part in tensors}
+
     def allocate(self, layers: int, slots: int, device: torch.device | str) -> Buffers:
         """Zeroed buffers [layers, slots, ...] of every tensor; ring rows token-major where ``order`` says so."""
 
@@ -203,7 +255,7 @@ class Layout:
             if name not in self.tensors:
                 return None
             shape, dtype = self.tensors[name]
-            if self.order == "head" or name in ("state", "conv"):
+            if self.order == "head" or name in (*STORED, "conv"):
                 return torch.zeros(layers, slots, *shape, dtype=dtype, device=device)
             heads, rows, *dim = shape
             return torch.zeros(layers, slots, rows, heads, *dim, dtype=dtype, device=device).transpose(2, 3)
@@ -230,10 +282,9 @@ class Layout:
                 raise ValueError(f"{name}: expected device {buffers.state.device}, got {tensor.device}")
             # [heads, R] has no inner dimension: its rows are strided as the others' are.
             contiguous = len(shape) < 3 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-            if not contiguous or (name == "state" and tensor.stride(-2) != self.K):
-                raise ValueError(
-                    f"{name}: expected contiguous {'[V, K]' if name == 'state' else 'rows'}, got strides {tensor.stride()}"
-                )
+            if not (tensor[0, 0, 0].is_contiguous() if name in STORED else contiguous):
+                expected = "[V, K]" if name in ("state", "read") else "heads" if name in STORED else "rows"
+                raise ValueError(f"{name}: expected contiguous {expected}, got strides {tensor.stride()}")
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -241,6 +292,11 @@ class Layout:
     def state_bytes(self) -> int:
         """S: bytes of one layer's checkpoint for one request."""
         return self.H * self.format.bytes(self.V, self.K)
+
+    @cached_property
+    def copy_bytes(self) -> int:
+        """Bytes of one layer's read copy for one request."""
+        return self.H * self.read_format.bytes(self.V, self.K) if self.read_format else 0
 
     def _record(self, *names: str) -> int:
         """Bytes of one ring row of these tensors."""
@@ -272,8 +328,8 @@ class Layout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of one request and layer: checkpoint, ring, convolution window."""
-        return self.state_bytes + self.R * (self.record_bytes + self._record("conv"))
+        """Bytes of one request and layer: checkpoint, read copy, ring, convolution window."""
+        return self.state_bytes + self.copy_bytes + self.R * (self.record_bytes + self._record("conv"))
 
     def snapshot_bytes(self, tokens: int | None = None) -> int:
         """Bytes of one request and layer where rollback is by snapshots: 1 + T states and convolution windows, T by default
@@ -282,8 +338,10 @@ class Layout:
         return (1 + (self.T_max if tokens is None else tokens)) * (self.state_bytes + window)
 
     def fold_traffic(self, count: float, target: str | None = None) -> Traffic:
-        """The byte model of folding `count` records of one request and layer: in place, or into a state of format `target`."""
-        written = self.state_bytes if target is None else self.H * formats.named(target).bytes(self.V, self.K)
+        """The byte model of folding `count` records of one request and layer: in place, where a flush also
+        writes the read copy, or into a state of format `target`."""
+        in_place = self.state_bytes + self.copy_bytes
+        written = in_place if target is None else self.H * formats.named(target).bytes(self.V, self.K)
         return Traffic(read=self.state_bytes + self.fold_bytes * count, written=written)
 
     def step_bytes(self, tokens: int = 1, acceptance: float = 1.0, gated: bool = False) -> StepBytes:
@@ -305,9 +363,11 @@ class Layout:
 
     def replay_bytes(self, steps: float, tokens: float, live: float, folded: float, flushes: float) -> Traffic:
         """Bytes of steps that append `tokens` records, of which readouts find `live` records, flushes fold `folded`."""
+        S = self.state_bytes
+        read = (steps - flushes) * (self.copy_bytes or S) + flushes * S
         return Traffic(
-            read=self.state_bytes * steps + self.read_bytes * live + self.fold_bytes * folded,
-            written=self.record_bytes * tokens + self.state_bytes * flushes,
+            read=read + self.read_bytes * live + self.fold_bytes * folded,
+            written=self.record_bytes * tokens + (S + self.copy_bytes) * flushes,
         )
 
 

@@ -15,7 +15,7 @@ from . import eager, kernels, launch
 from .cursor import Cursors
 from .kernels import arguments
 from .kernels.arguments import Inputs, Weights, tokens
-from .layout import Buffers, Layout
+from .layout import STORED, Buffers, Layout, states
 
 BACKENDS = ("triton", "torch")
 
@@ -147,28 +147,41 @@ def materialize(
     if slots.shape[0] == 0:
         return
     if backend == "torch":
-        eager.materialize(buffers.state, slots, buffers, cursors, n, target, to_slots, A, layout)
+        eager.materialize(buffers, slots, cursors, n, states(target), to_slots, None, A, 0, layout)
     else:
-        pool, record = arguments.pool(buffers), launch.materialize(layout)
-        kernels.materialize.materialize(buffers.state, slots, pool, cursors, n, target, to_slots, A, layout, record)
+        pool, into, record = arguments.pool(buffers), arguments.pool(states(target)), launch.materialize(layout)
+        kernels.materialize.materialize(pool, slots, cursors, n, into, to_slots, None, A, 0, layout, record)
 
 
 def fold(slots: Tensor, buffers: Buffers, cursors: Cursors, A: Tensor | None, layout: Layout, backend: str) -> None:
-    """Flush the slots' rings into their checkpoints, all layers, and move their cursors."""
-    materialize(slots, None, buffers, cursors, A, buffers.state, slots, layout, backend)
-    if slots.shape[0]:
-        _cursor_backend(backend).folded(slots, cursors, layout.R)
+    """Flush the slots' rings into their checkpoints and read copies, all layers, and move their cursors."""
+    if slots.shape[0] == 0:
+        return
+    if backend == "torch":
+        eager.materialize(buffers, slots, cursors, None, buffers, slots, cursors.key, A, 0, layout)
+    else:
+        pool, record = arguments.pool(buffers), launch.materialize(layout)
+        kernels.materialize.materialize(pool, slots, cursors, None, pool, slots, cursors.key, A, 0, layout, record)
+    _cursor_backend(backend).folded(slots, cursors, layout.R)
 
 
-def load(states: Tensor, state: Tensor, slots: Tensor, layout: Layout, backend: str) -> None:
-    """state[:, slots[i]] = states[:, i], encoded: [L, B, H, V, K] of any supported dtype, contiguous in [V, K]."""
+def load(source: Tensor, buffers: Buffers, key: Tensor, slots: Tensor, first: int, layout: Layout, backend: str) -> None:
+    """Checkpoints and read copies of slots[i], layers `first` on = source[:, i], rounded for the slots' keys.
+
+    Args:
+        source: [L, B, H, V, K] of any supported dtype, contiguous in [V, K].
+        buffers: of all layers; written.
+        key: [S] the cursors' keys.
+    """
     if slots.shape[0] == 0:
         return
     rows = torch.arange(slots.shape[0], device=slots.device, dtype=slots.dtype)
     if backend == "torch":
-        eager.materialize(states, rows, None, None, None, state, slots, None, layout)
+        eager.materialize(states(source), rows, None, None, buffers, slots, key, None, first, layout)
     else:
-        kernels.materialize.materialize(states, rows, None, None, None, state, slots, None, layout, launch.materialize(layout))
+        pool, record = arguments.pool(buffers), launch.materialize(layout)
+        source = arguments.pool(states(source))
+        kernels.materialize.materialize(source, rows, None, None, pool, slots, key, None, first, layout, record)
 
 
 # ---- torch.ops.replayssm.* ---------------------------------------------------------------------------------------------
@@ -176,10 +189,17 @@ def load(states: Tensor, state: Tensor, slots: Tensor, layout: Layout, backend: 
 _library = torch.library.Library("replayssm", "DEF")
 _CURSORS = "Tensor start, Tensor count, Tensor(p!) pending, Tensor flushes, Tensor key"
 _MOVED = "Tensor(s!) start, Tensor(c!) count, Tensor(p!) pending, Tensor(f!) flushes, Tensor key"
-_READ = "Tensor state, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? u, Tensor? gsum, Tensor? rnorm, Tensor? conv"
-_RINGS = (
-    "Tensor(k!) ring_k, Tensor(v!) ring_v, Tensor(b!)? beta, Tensor(g!)? g, Tensor(u!)? u, Tensor(h!)? gsum, Tensor(r!)? rnorm"
-)
+_ALWAYS = ("state", "k", "v")
+_RINGS = Buffers._fields[len(STORED) : -1]  # all but conv
+
+
+def _buffers(written: tuple[str, ...] = (), fields: tuple[str, ...] = Buffers._fields) -> str:
+    """Schema of buffers, those named marked as mutated."""
+    return ", ".join(
+        f"Tensor{f'({name}!)' if name in written else ''}{'' if name in _ALWAYS else '?'} buffer_{name}" for name in fields
+    )
+
+
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? b, Tensor? a, Tensor? z, Tensor? A, Tensor? dt_bias, Tensor? D"
 _END = "str layout, str backend"
 
@@ -229,8 +249,10 @@ def _fold_op(slots, *rest):
     fold(slots, Buffers(*tensors[:fields]), Cursors(*tensors[fields:]), A, Layout.parse(layout), backend)
 
 
-def _load_op(states, state, slots, layout, backend):
-    load(states, state, slots, Layout.parse(layout), backend)
+def _load_op(source, *rest):
+    *tensors, key, slots, first, layout, backend = rest
+    absent = [None] * (len(Buffers._fields) - len(STORED))
+    load(source, Buffers(*tensors, *absent), key, slots, first, Layout.parse(layout), backend)
 
 
 _define(
@@ -241,13 +263,13 @@ _define(
 )
 _define(
     "compact",
-    f"Tensor plan, Tensor path, Tensor? accepted, Tensor state, {_RINGS}, Tensor(c!)? conv, Tensor pending, {_END}",
+    f"Tensor plan, Tensor path, Tensor? accepted, {_buffers((*_RINGS, 'conv'))}, Tensor pending, {_END}",
     _compact_op,
 )
 _define("commit", f"Tensor plan, Tensor? accepted, {_MOVED}, {_END}", _commit_op)
 _define(
     "step",
-    f"Tensor plan, Tensor? tree, int layer, {_TOKENS}, Tensor(s!) state, {_RINGS}, Tensor? conv, Tensor(o!) out, int T, {_END}",
+    f"Tensor plan, Tensor? tree, int layer, {_TOKENS}, {_buffers((*STORED, *_RINGS))}, Tensor(o!) out, int T, {_END}",
     _step_op,
 )
 _define(
@@ -258,12 +280,13 @@ _define(
 )
 _define(
     "materialize",
-    f"Tensor slots, Tensor? n, {_READ}, {_CURSORS.replace('(p!)', '')}, Tensor? A, Tensor(t!) target, Tensor to_slots, {_END}",
+    f"Tensor slots, Tensor? n, {_buffers()}, {_CURSORS.replace('(p!)', '')}, Tensor? A, Tensor(t!) target, Tensor to_slots, "
+    f"{_END}",
     _materialize_op,
 )
 _define(
     "fold",
-    f"Tensor slots, {_READ.replace('Tensor state', 'Tensor(a!) state')}, {_MOVED.replace('(p!)', '')}, Tensor? A, {_END}",
+    f"Tensor slots, {_buffers(STORED)}, {_MOVED.replace('(p!)', '')}, Tensor? A, {_END}",
     _fold_op,
 )
-_define("load", f"Tensor states, Tensor(a!) state, Tensor slots, {_END}", _load_op)
+_define("load", f"Tensor source, {_buffers(STORED, STORED)}, Tensor key, Tensor slots, int first, {_END}", _load_op)

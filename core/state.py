@@ -10,7 +10,7 @@ from torch import Tensor
 from . import checks, cursor, ops, transfer
 from .checks import FLAGS, INTEGERS, Checks, describe, expect
 from .cursor import PLAN_WIDTH, Cursors, Plan
-from .layout import ACTIVATIONS, Buffers, Layout
+from .layout import ACTIVATIONS, STORED, Buffers, Layout
 from .transfer import Export
 
 
@@ -351,8 +351,9 @@ class ReplayState:
             keys: [B] int64, the requests' own numbers; None leaves the slots' keys.
         """
         self._checks.keys(keys, self._checks.slots("slots", slots, settled=True, distinct=True))
-        self._load(slice(None), slots, states, conv)
-        self._restart(slots, keys)
+        self._checks.loaded(self.layers, slots, states, conv)
+        self._restart(slots, keys)  # before the load, whose rounding may be keyed
+        self._load(0, slots, states, conv)
 
     def load_layer(self, layer: int, slots: Tensor, states: Tensor, conv: Tensor | None = None) -> None:
         """One layer's part of ``load``, for a prefill that hands over layer by layer; cursors stay.
@@ -367,30 +368,26 @@ class ReplayState:
         self._checks.slots("slots", slots, settled=layer in self._ran, distinct=True)
         if self.debug:
             self._checks.debug_empty(slots, conv is not None)
-        self._load(slice(layer, layer + 1), slots, states[None], None if conv is None else conv[None])
+        states, conv = states[None], None if conv is None else conv[None]
+        self._checks.loaded(1, slots, states, conv)
+        self._load(layer, slots, states, conv)
 
-    def _load(self, layers: slice, slots: Tensor, states: Tensor, conv: Tensor | None) -> None:
-        B, spec, state = slots.shape[0], self.layout.conv, self.buffers.state[layers]
-        self._checks.states("states", states)
-        if states.shape[:2] != (state.shape[0], B):
-            raise ValueError(f"states: expected [{state.shape[0]}, {B}, ...], got {list(states.shape)}")
-        if (conv is None) != (spec is None):
-            raise ValueError(f"conv: expected {'[L, B, width - 1, C]' if spec else 'None'}, got {describe(conv)}")
-        if conv is not None and spec is not None:
-            expect("conv", conv, (state.shape[0], B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
+    def _load(self, first: int, slots: Tensor, states: Tensor, conv: Tensor | None) -> None:
+        """Checkpoints, read copies and convolution windows of the layers from `first` on."""
+        key = self.cursors.key
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.load(states, state, slots, self._spec, self.backend)
+            torch.ops.replayssm.load(states, *self.buffers[: len(STORED)], key, slots, first, self._spec, self.backend)
         else:
-            ops.load(states, state, slots, self.layout, self.backend)
+            ops.load(states, self.buffers, key, slots, first, self.layout, self.backend)
         if conv is not None and self.buffers.conv is not None:
             back, R = conv.shape[2], self.layout.R
-            for i, ring in enumerate(self.buffers.conv[layers]):
+            for i, ring in enumerate(self.buffers.conv[first : first + states.shape[0]]):
                 ops.eager.scatter(ring[:, 0, R - back :], slots, conv[i])
 
     def reset(self, slots: Tensor, keys: Tensor | None = None) -> None:
         """The slots start anew from zero states and, where the layout has one, an empty convolution window."""
         self._checks.keys(keys, self._checks.slots("slots", slots, settled=True, distinct=True))
-        for buffer in (self.buffers.state, self.buffers.conv):
+        for buffer in (*self.buffers[: len(STORED)], self.buffers.conv):
             if buffer is not None:
                 for one in buffer:
                     ops.eager.scatter(one, slots, one.new_zeros(()).expand(slots.shape[0], *one.shape[1:]))

@@ -65,7 +65,7 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
         ops.commit(rows, slots, cursors, layout, "triton")
         ops.fold(slots, buffers, cursors, A, layout, "triton")
         ops.materialize(slots, slots, buffers, cursors, A, states, slots, layout, "triton")
-        ops.load(states, buffers.state, slots, layout, "triton")
+        ops.load(states, buffers, cursors.key, slots, 0, layout, "triton")
     finally:
         JITFunction.run = run
     return recorded

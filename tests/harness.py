@@ -51,10 +51,10 @@ class Requests:
         if poison:
             for x in self.state.buffers:
                 if x is not None:
-                    x.fill_(float("nan"))
-        self.initial = torch.randn(len(slots), layout.H, layout.V, layout.K, generator=self.generator)
-        self.initial = layout.format.decode(layout.format.encode(self.initial * layout.K**-0.5))
-        self.state.load(self.tensor(slots), self.initial[None].to(DEVICE))
+                    fill_nan(x)
+        initial = torch.randn(len(slots), layout.H, layout.V, layout.K, generator=self.generator) * layout.K**-0.5
+        self.state.load(self.tensor(slots), initial[None].to(DEVICE))
+        self.initial = self.state.materialize(self.tensor(slots))[0].cpu()  # as stored
         self.tokens: dict[int, list[dict[str, Tensor]]] = {slot: [] for slot in slots}
         self.outputs: dict[int, list[Tensor]] = {slot: [] for slot in slots}
 
@@ -124,7 +124,7 @@ class Speculation:
         self.ring = reference.Ring(self.layout.recurrence, W, self.layout.R, **w)
         for x in self.state.buffers:
             if x is not None:
-                x.fill_(float("nan"))
+                fill_nan(x)
         H, V, K = self.layout.H, self.layout.V, self.layout.K
         initial = torch.randn(len(slots), H, V, K, generator=self.generator) * K**-0.5
         self.state.load(self.tensor(slots), initial[None].to(DEVICE))
@@ -201,6 +201,11 @@ class Speculation:
             force = [int(self.random.random() < 0.1) for _ in slots]
             self.step(slots, t, accepted, force, packed=i % 3 == 0)
         self.check()
+
+
+def fill_nan(x: Tensor) -> None:
+    """NaN in every element; integers, which have none, are read with a scale that is NaN."""
+    x.fill_(float("nan") if x.is_floating_point() else 0x7F)
 
 
 def relative_worst(x: Tensor, reference: Tensor, rounding: float = 0.0) -> float:

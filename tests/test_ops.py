@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from replayssm import Conv, ReplayState
+from replayssm.layout import STORED
 from tests.cases import FAMILY, inputs, weights
 from tests.harness import BACKENDS, DEVICE
 
@@ -73,7 +74,7 @@ def op_calls(case):
     for n in (None, one.ints(1, 0, 0)):
         yield "materialize", (one.slots, n, *s.buffers, *s.cursors, s.A, one.states(), torch.tensor([1, 0, 2]), *end)
     yield "fold", (one.slots, *s.buffers, *s.cursors, s.A, *end)
-    yield "load", (one.states(), s.buffers.state, one.slots, *end)
+    yield "load", (one.states(), *s.buffers[: len(STORED)], s.cursors.key, one.slots, 0, *end)
 
 
 @pytest.mark.parametrize("case", TINY.values(), ids=str)
@@ -94,16 +95,17 @@ def writes(name: str) -> set[str]:
 def test_what_ops_declare_written():
     """No more than they write: a buffer declared mutated for nothing costs torch.compile a copy."""
     moved = {"start", "count", "flushes"}
-    ring = {"ring_k", "ring_v", "beta", "g", "u", "gsum", "rnorm"}
+    stored = {f"buffer_{name}" for name in STORED}
+    ring = {f"buffer_{name}" for name in ("k", "v", "beta", "g", "u", "gsum", "rnorm")}
     assert {name: writes(name) for name in ("plan", "compact", "commit", "step", "conv", "materialize", "fold", "load")} == {
         "plan": {"pending", "out", "tree"},
-        "compact": {"conv"} | ring,
+        "compact": {"buffer_conv"} | ring,
         "commit": moved | {"pending"},
-        "step": {"state", "out"} | ring,
+        "step": {"out"} | stored | ring,
         "conv": {"ring", "out"},
         "materialize": {"target"},
-        "fold": {"state"} | moved,
-        "load": {"state"},
+        "fold": stored | moved,
+        "load": stored,
     }
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import Format
 from ..layout import Buffers, Layout
 from ..recurrence import L2_EPS
 
@@ -54,6 +55,16 @@ class Weights(NamedTuple):
     D: Tensor | None
 
 
+class Coding(NamedTuple):
+    """A state format's compile-time half: number type, values a scale, whether it rounds stochastically."""
+
+    MBITS: tl.constexpr
+    EMIN: tl.constexpr
+    MOST: tl.constexpr
+    BLOCK: tl.constexpr
+    STOCHASTIC: tl.constexpr
+
+
 class Dims(NamedTuple):
     """Compile-time sizes and the recurrence's row."""
 
@@ -73,6 +84,9 @@ class Dims(NamedTuple):
     LOWER_BOUND: tl.constexpr
     SCALE: tl.constexpr
     EPS: tl.constexpr
+    SEED: tl.constexpr
+    STATE: Coding
+    READ: Coding | None
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +95,15 @@ def dims(layout: Layout, BLOCK_K: int, least_W: int = 1) -> Dims:
     row = layout.recurrence
     sizes = (layout.H, layout.G, layout.V, layout.K, layout.R, BLOCK_K, max(least_W, triton.next_power_of_2(layout.W)))
     parts = (row.delta, row.per_channel, row.stores_g, row.normalize, row.beta, row.decay)
-    return Dims(*(tl.constexpr(x) for x in (*sizes, *parts, row.lower_bound, row.q_scale(layout.K), L2_EPS)))
+    values = (*sizes, *parts, row.lower_bound, row.q_scale(layout.K), L2_EPS, layout.seed)
+    return Dims(*(tl.constexpr(x) for x in values), coding(layout.format, layout.K), coding(layout.read_format, layout.K))
+
+
+def coding(one: Format | None, K: int) -> Coding | None:
+    """The compile-time half of a format for rows of K."""
+    if one is None:
+        return None
+    return Coding(*(tl.constexpr(x) for x in (one.mbits, one.emin, one.most, one.span(K), one.stochastic)))
 
 
 def rows(tensor: Tensor | None) -> Rows | None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cursor import PLAN_WIDTH
-from ..layout import Buffers, Layout
+from ..layout import STORED, Buffers, Layout
 from .arguments import on_device
 from .recurrence import at, wrap
 
@@ -74,7 +74,7 @@ def _rows(layout: Layout) -> tuple[tuple[Row, ...], int, int]:
     """Each ring tensor's Row in the order of Buffers, the heads of the one that has most, BLOCK."""
     block, sizes = triton.next_power_of_2(max(layout.V, layout.K)), []
     for name, ((heads, _, *dim), _) in layout.tensors.items():
-        if name != "state":
+        if name not in STORED:
             width = dim[0] if dim else 1
             sizes.append((block if name == "conv" else width, heads * width))
     most = max(triton.cdiv(total, head) for head, total in sizes)
@@ -86,7 +86,7 @@ def compact(
 ) -> None:
     """Move the kept records of the plan's still pending slots: of path [B, T_max] the first accepted[b] (None: t) nodes."""
     rows, heads, block = _rows(layout)
-    rings = [ring for ring in pool[1:] if ring is not None]
+    rings = [ring for ring in pool[len(STORED) :] if ring is not None]
     if pool.conv is not None:
         rings[-1] = pool.conv._replace(head=block)
     with on_device(plan):

@@ -14,7 +14,7 @@ from ..cursor import PLAN_WIDTH
 from ..launch import Launch
 from ..layout import Buffers, Layout
 from .arguments import Inputs, Weights, dims, on_device, tokens
-from .formats import load_state, store_state
+from .formats import load_read, load_state, planned_rng, store_state
 from .recurrence import (
     G_FLOOR,
     append_record,
@@ -142,13 +142,13 @@ def _decode_kernel(
     q, k = scaled(q, d.SCALE * inverse_norm(q, d), d), scaled(k, rk, d)
     kq = dot(k, q, d)
 
-    p_state = at(pool.state, layer, slot, i_h)
     if flush:
         q_t, k_t = decayed(q, g, d), decayed(k, g, d)
         for i_v in tl.range(NV):
             o_v = tile_v + i_v * BLOCK_V
-            s = fold(load_state(p_state, o_v, d), pool, w.A, d, layer, slot, i_h, start, count, o_v)
-            store_state(p_state, o_v, s, d)
+            s = load_state(pool, d, layer, slot, i_h, o_v)
+            s = fold(s, pool, w.A, d, layer, slot, i_h, start, count, o_v)
+            store_state(pool, d, layer, slot, i_h, o_v, s, planned_rng(p_plan))
             if live:
                 p_k = readout(s, k_t, d) if d.DELTA else 0.0
                 emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, readout(s, q_t, d), p_k)
@@ -162,7 +162,7 @@ def _decode_kernel(
             w_q, w_k = w_q * E_j, w_k * E_j
         for i_v in tl.range(NV, num_stages=STAGES):
             o_v = tile_v + i_v * BLOCK_V
-            s = load_state(p_state, o_v, d)
+            s = load_read(pool, d, layer, slot, i_h, o_v)
             u_j = load_ring(pool.u if d.DELTA else pool.v, d, layer, slot, i_h, start, count, o_v)  # [BV, W]
             p_q = readout(s, q, d) * E_0 + tl.sum(u_j * w_q[None, :], 1)
             p_k = readout(s, k, d) * E_0 + tl.sum(u_j * w_k[None, :], 1) if d.DELTA else 0.0

@@ -19,7 +19,7 @@ from ..cursor import PLAN_WIDTH
 from ..launch import Launch, dot_precision
 from ..layout import Buffers, Layout
 from .arguments import Inputs, Weights, dims, on_device, tokens
-from .formats import load_state, store_state
+from .formats import load_read, load_state, planned_rng, store_state
 from .recurrence import (
     G_FLOOR,
     append_record,
@@ -242,10 +242,12 @@ def _verify_kernel(
         E = exp(c)
     for o in range(0, d.V, BLOCK_V):
         o_v = o + tl.arange(0, BLOCK_V)
-        s = load_state(at(pool.state, layer, slot, i_h), o_v, d)
         if flush:
+            s = load_state(pool, d, layer, slot, i_h, o_v)
             s = fold(s, pool, w.A, d, layer, slot, i_h, start, count, o_v)
-            store_state(at(pool.state, layer, slot, i_h), o_v, s, d)
+            store_state(pool, d, layer, slot, i_h, o_v, s, planned_rng(p_plan))
+        else:
+            s = load_read(pool, d, layer, slot, i_h, o_v)
         u_j = load_ring(pool.u if d.DELTA else pool.v, d, layer, slot, i_h, start, live, o_v)  # [BV, W]
         p_q = readouts(s, q, d, PRECISION) * E[None, :] + tl.dot(u_j, w_q, input_precision=PRECISION)
         p_k = tl.zeros_like(p_q)

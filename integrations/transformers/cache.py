@@ -108,7 +108,7 @@ class Replay:
             self.settle()
             self.state.fold(self.slots)
             self.folded, self.count = True, 0
-        states = self.layout.format.decode(self.state.buffers.state[layer])
+        states = self.layout.format.decode(self.state.buffers.layer(layer).checkpoint)
         return states.transpose(-1, -2) if self.transposed else states
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .cursor import PLAN, Cursors, Plan
+from .formats import E4M3
 from .layout import ACTIVATIONS, Layout
 
 INTEGERS = (torch.int32, torch.int64)
@@ -54,6 +55,19 @@ def kept_A(A: Tensor | None, layout: Layout, layers: int, device: torch.device) 
         expect("A", A, (layers, layout.H), torch.float32, device)
         if not A.is_contiguous():
             raise ValueError(f"A: expected contiguous [layers, H], got strides {A.stride()}")
+
+
+def number_formats(layout: Layout, device: torch.device) -> None:
+    """Kernels on this GPU can convert the layout's number formats."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    for name, one in (("state", layout.format), ("read", layout.read_format)):
+        if one is not None and any(dtype == E4M3 for _, dtype in one.tensors(layout.V, layout.K).values()):
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            raise NotImplementedError(
+                f"{name} {one.name!r}: expected compute capability 8.9 or higher, which converts e4m3, got {capability}; "
+                "supported there: fp32, bf16, fp16, fp16+sr, int8"
+            )
 
 
 class Checks:

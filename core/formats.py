@@ -101,12 +101,12 @@ class Format:
         largest = state.abs().unflatten(-1, (-1, self.span(state.shape[-1]))).amax(-1)
         if self.packed == 1:
             largest = largest.clamp(min=TINY)
-            return largest / self.most, None, self.most / largest
+            return quotient(largest, self.most), None, quotient(self.most, largest)
         row = largest.amax(-1).clamp(min=TINY)
-        scale = rounded((largest * (E4M3_MAX / row)[..., None]).clamp(max=E4M3_MAX), FORMATS["e4m3"]).to(E4M3)
-        row_scale = row / (E4M3_MAX * self.most)
+        scale = rounded((largest * quotient(E4M3_MAX, row)[..., None]).clamp(max=E4M3_MAX), FORMATS["e4m3"]).to(E4M3)
+        row_scale = quotient(row, E4M3_MAX * self.most)
         both = scale.to(torch.float32) * row_scale[..., None]
-        return scale, row_scale, torch.where(both > 0, 1.0 / both, 0.0)
+        return scale, row_scale, torch.where(both > 0, quotient(1.0, torch.where(both > 0, both, 1.0)), 0.0)
 
     def decode(self, stored: Stored) -> Tensor:
         """Stored tensors -> fp32 state [..., V, K]."""
@@ -129,6 +129,13 @@ def rounded(x: Tensor, number: Format, draws: Tensor | None = None) -> Tensor:
     below = n.floor()
     n = n.round() if draws is None else below + (draws < n - below)
     return (n * ((exponent - number.mbits) << 23).view(torch.float32)).copysign(x)
+
+
+def quotient(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x / y, correctly rounded as in the kernels: with a number on either side torch may multiply by a reciprocal instead."""
+    if isinstance(x, Tensor):
+        return x / torch.full_like(x, y)  # type: ignore[arg-type]  # a number
+    return torch.full_like(y, x) / y  # type: ignore[arg-type]  # a tensor
 
 
 def pack(y: Tensor) -> Tensor:
@@ -189,8 +196,8 @@ FORMATS = {
         Format("fp32", torch.float32, 23, -126, torch.finfo(torch.float32).max),
         Format("bf16", torch.bfloat16, 7, -126, torch.finfo(torch.bfloat16).max),
         Format("fp16", torch.float16, 10, -14, torch.finfo(torch.float16).max),
-        Format("e4m3", E4M3, 3, -6, E4M3_MAX, block=ROW),
-        Format("int8", torch.int8, 7, 7, 127.0, block=32),
+        Format("e4m3", E4M3, 3, -6, E4M3_MAX, block=16),
+        Format("int8", torch.int8, 7, 7, 127.0, block=16),
         Format("nvfp4", torch.uint8, 1, 0, 6.0, block=16),
     )
 }

@@ -37,6 +37,12 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
+def _chunk(layout: Layout) -> int:
+    """The chunk of K where sums over K reach the state: the same for every number format, packed ones included, whose bits else
+    would depend on it."""
+    return _divisor(layout.K // 2 if layout.K % 32 == 0 else layout.K, 64)
+
+
 @lru_cache(maxsize=1024)
 def decode(layout: Layout, B: int) -> Launch:
     """The launch of a decode step of B rows.
@@ -46,17 +52,17 @@ def decode(layout: Layout, B: int) -> Launch:
     at once; chunks of 32 for the delta rule.
     """
     if layout.recurrence.delta:
-        return Launch(_divisor(layout.V, 16), _divisor(layout.K // layout.packed, 64))
+        return Launch(_divisor(layout.V, 16), _chunk(layout))
     return Launch(_divisor(layout.V, 8), _divisor(layout.K // layout.packed, 128))
 
 
 @lru_cache(maxsize=1024)
 def materialize(layout: Layout) -> Launch:
     """The launch of fold, materialize and load."""
-    return Launch(_divisor(layout.V, 16), _divisor(layout.K // layout.packed, 64))
+    return Launch(_divisor(layout.V, 16), _chunk(layout))
 
 
 @lru_cache(maxsize=1024)
 def verify(layout: Layout, B: int) -> Launch:
     """The launch of a step of more than one token per row; not measured yet."""
-    return Launch(_divisor(layout.V, 16), _divisor(layout.K // layout.packed, 64), warps=4)
+    return Launch(_divisor(layout.V, 16), _chunk(layout), warps=4)

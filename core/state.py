@@ -68,6 +68,8 @@ class ReplayState:
                 f"backend: triton needs a CUDA device (or TRITON_INTERPRET=1), got {device}; use backend='torch'"
             )
         checks.kept_A(A, layout, layers, device)
+        if backend == "triton":
+            checks.number_formats(layout, device)
         self.layout, self.layers, self.slots, self.device, self.backend, self.A = layout, layers, slots, device, backend, A
         if buffers is None:
             buffers = layout.allocate(layers, slots, device)

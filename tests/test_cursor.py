@@ -128,7 +128,8 @@ class Both:
             flush = live and (bool(force and force[i]) or s.count + n > self.layout.W)
             append = (s.start + s.count) % self.layout.R
             rows = t[i] if style == "packed" else T
-            row = (slot, s.start, s.count, n, int(flush), append, first[i], rows, ticket, None)
+            low = (s.key + 2**31) % 2**32 - 2**31  # as int32
+            row = (slot, s.start, s.count, n, int(flush), append, first[i], rows, ticket, None, s.flushes, low, s.key >> 32)
             expected.append(dict(zip(PLAN, row, strict=True)))
         in_order(expected)
         for row in expected:

@@ -167,7 +167,7 @@ def scaled_to(scale, row_scale, f, d, layer, slot, i_h, o_v, s):
             c = tl.minimum(a * tl.math.div_rn(tl.zeros_like(row) + MOST_SCALE, row), MOST_SCALE)
             c = rounded(c, 3, -6, None)
             both = c * total
-            factors += (tl.where(both > 0, tl.math.div_rn(tl.zeros_like(both) + 1.0, both), 0.0),)
+            factors += (tl.where(both > 0, tl.math.div_rn(tl.zeros_like(both) + 1.0, tl.where(both > 0, both, 1.0)), 0.0),)
         else:
             a = tl.maximum(a, LEAST, propagate_nan=tl.PropagateNan.ALL)
             c = tl.math.div_rn(a, tl.zeros_like(a) + f.MOST)

@@ -101,9 +101,10 @@ def main() -> None:
     )
     for base, axis, block in kinds:
         mine = [r for r in rows if (r["format"], r["axis"], r["block"]) == (base, axis, block or "row")]
+        size = sum(r["bytes_per_value"] for r in mine) / len(mine)
         mean = math.exp(sum(math.log(r["error_bytes"]) for r in mine) / len(mine))
         errors = " ".join(f"{r['output_error']:.1e}" for r in mine)
-        print(f"| {base} | {axis} | {block or 'row'} | {mine[0]['bytes_per_value']:.3f} | {mean:.2e} | {errors} |")
+        print(f"| {base} | {axis} | {block or 'row'} | {size:.3f} | {mean:.2e} | {errors} |")
     if args.out:
         header = {"device": "CPU, backend torch", "torch": torch.__version__, "tokens": args.tokens, "seeds": args.seeds}
         with open(args.out, "w") as file:

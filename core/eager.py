@@ -62,8 +62,8 @@ def plan(
     ticket = next_ticket(torch.where(live, cursors.pending[at], 0))
     flush = live & flush_rule(torch.zeros_like(n) if force is None else force, count, n, W)
     order = flush.to(torch.int32).argsort(descending=True, stable=True)
-    columns = (slots, start, count, n, flush, append_row(start, count, R), first, rows, ticket, order)
-    columns += (flushes, key, key >> 32)
+    append = append_row(start, count, R)
+    columns = (slots, start, count, n, flush, append, first, rows, ticket, order, flushes, key, key >> 32)
     out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
     scatter(cursors.pending, slots, ticket)
     if parents is not None and tree is not None:

@@ -283,8 +283,8 @@ class Layout:
             # [heads, R] has no inner dimension: its rows are strided as the others' are.
             contiguous = len(shape) < 3 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
             if not (tensor[0, 0, 0].is_contiguous() if name in STORED else contiguous):
-                expected = "[V, K]" if name in ("state", "read") else "heads" if name in STORED else "rows"
-                raise ValueError(f"{name}: expected contiguous {expected}, got strides {tensor.stride()}")
+                what = "[V, K]" if name in ("state", "read") else "heads" if name in STORED else "rows"
+                raise ValueError(f"{name}: expected contiguous {what}, got strides {tensor.stride()}")
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 

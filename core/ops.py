@@ -180,8 +180,8 @@ def load(source: Tensor, buffers: Buffers, key: Tensor, slots: Tensor, first: in
         eager.materialize(states(source), rows, None, None, buffers, slots, key, None, first, layout)
     else:
         pool, record = arguments.pool(buffers), launch.materialize(layout)
-        source = arguments.pool(states(source))
-        kernels.materialize.materialize(source, rows, None, None, pool, slots, key, None, first, layout, record)
+        given = arguments.pool(states(source))
+        kernels.materialize.materialize(given, rows, None, None, pool, slots, key, None, first, layout, record)
 
 
 # ---- torch.ops.replayssm.* ---------------------------------------------------------------------------------------------

@@ -71,6 +71,13 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
     return recorded
 
 
+def low_precision(case: cases.Case, target_name: str) -> dict:
+    """A split of rounded formats that the target converts and rows of K can be stored in."""
+    if target_name == "sm_80":
+        return {"act": torch.bfloat16, "state": "fp16+sr", "read": "int8", "T_max": 4}
+    return {"act": torch.bfloat16, "state": "e4m3+sr", "read": "int8:row" if case.K % 32 else "nvfp4", "T_max": 4}
+
+
 def main(target_name: str, names: list[str]) -> None:
     """Compile all variants of the named cases (default: all) for the target."""
     if not target_name.startswith("sm_"):
@@ -78,7 +85,7 @@ def main(target_name: str, names: list[str]) -> None:
     every = [*cases.FAMILY.values(), *cases.READY.values(), *cases.MODELS, *cases.AWKWARD]
     variants = [{"act": torch.bfloat16, "W": 6, "T_max": 4}, {"act": torch.float16, "state": "fp16", "W": 32, "T_max": 16}]
     for case in [c for c in every if not names or c.name in names]:
-        for variant in variants:
+        for variant in (*variants, low_precision(case, target_name)):
             for kernel, args, kwargs in launches(case, **variant):
                 compiled = compile_launch(kernel, target_of(target_name), args, kwargs)
                 binary = compiled.asm.get("cubin", compiled.asm.get("hsaco"))

@@ -151,39 +151,59 @@ def e2m1_code(y):
 @triton.jit
 def scaled_to(scale, row_scale, f, d, layer, slot, i_h, o_v, s):
     """Stores the scales of fp32 chunks and returns the chunks over them, within the number type's range."""
-    NK: tl.constexpr = d.K // d.BLOCK_K
-    largest = magnitudes(s, f, d)
-    row = tl.max(largest[0], 1)
-    for i_k in tl.static_range(1, NK):
-        row = tl.maximum(row, tl.max(largest[i_k], 1))
-    row = tl.maximum(row.to(tl.float32, bitcast=True), LEAST, propagate_nan=tl.PropagateNan.ALL)[:, None]
+    largest, factors = magnitudes(s, f, d), ()
     if row_scale is not None:
-        total = tl.math.div_rn(row, tl.zeros_like(row) + MOST_SCALE * f.MOST)
+        row = row_maximum(largest, d)
+        total = divided(row, MOST_SCALE * f.MOST)
         tl.store(at(row_scale, layer, slot, i_h) + o_v[:, None], total)
-    factors = ()
-    for i_k in tl.static_range(NK):
-        a = largest[i_k].to(tl.float32, bitcast=True)
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
         if row_scale is not None:
-            c = tl.minimum(a * tl.math.div_rn(tl.zeros_like(row) + MOST_SCALE, row), MOST_SCALE)
-            c = rounded(c, 3, -6, None)
-            both = c * total
-            factors += (tl.where(both > 0, tl.math.div_rn(tl.zeros_like(both) + 1.0, tl.where(both > 0, both, 1.0)), 0.0),)
+            c, factor = second_level(largest[i_k], row, total)
         else:
-            a = tl.maximum(a, LEAST, propagate_nan=tl.PropagateNan.ALL)
-            c = tl.math.div_rn(a, tl.zeros_like(a) + f.MOST)
-            factors += (tl.math.div_rn(tl.zeros_like(a) + f.MOST, a),)
+            c, factor = single_level(largest[i_k], f)
         o_b = i_k * d.BLOCK_K // f.BLOCK + tl.arange(0, c.shape[1])
         p = at(scale, layer, slot, i_h) + o_v[:, None] * (d.K // f.BLOCK) + o_b[None, :]
         tl.store(p, c.to(scale.ptr.dtype.element_ty))
-    y = ()
-    for i_k in tl.static_range(NK):
-        y += (tl.clamp(spread(s, factors, f, d)[i_k], -f.MOST, f.MOST, propagate_nan=tl.PropagateNan.ALL),)
+        factors += (factor,)
+    s, y = spread(s, factors, f, d), ()
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y += (tl.clamp(s[i_k], -f.MOST, f.MOST, propagate_nan=tl.PropagateNan.ALL),)
     return y
 
 
 @triton.jit
+def single_level(a, f):
+    """(scale, 1 / scale) of blocks whose largest magnitudes are a: a / most."""
+    a = tl.maximum(a, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    return divided(a, f.MOST), tl.math.div_rn(tl.zeros_like(a) + f.MOST, a)
+
+
+@triton.jit
+def second_level(a, row, total):
+    """(e4m3 scale, 1 / (scale total)) of blocks whose largest magnitudes are a; the row's is `row`, its own scale `total`."""
+    c = rounded(tl.minimum(a * tl.math.div_rn(tl.zeros_like(row) + MOST_SCALE, row), MOST_SCALE), 3, -6, None)
+    both = c * total
+    return c, tl.where(both > 0, tl.math.div_rn(tl.zeros_like(both) + 1.0, tl.where(both > 0, both, 1.0)), 0.0)
+
+
+@triton.jit
+def divided(x, y):
+    """x / y, correctly rounded, of a tile and a number."""
+    return tl.math.div_rn(x, tl.zeros_like(x) + y)
+
+
+@triton.jit
+def row_maximum(largest, d):
+    """The largest of each row's blocks, [BV, 1]."""
+    row = tl.max(largest[0].to(tl.int32, bitcast=True), 1)
+    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
+        row = tl.maximum(row, tl.max(largest[i_k].to(tl.int32, bitcast=True), 1))
+    return tl.maximum(row.to(tl.float32, bitcast=True), LEAST, propagate_nan=tl.PropagateNan.ALL)[:, None]
+
+
+@triton.jit
 def magnitudes(s, f, d):
-    """Bits of the largest |s| of each chunk's blocks, [BV, blocks]: as integers, where a NaN is above all numbers."""
+    """The largest |s| of each chunk's blocks, [BV, blocks], found as integers, of which a NaN's is above all numbers'."""
     SPAN: tl.constexpr = f.BLOCK // d.BLOCK_K if f.BLOCK > d.BLOCK_K else 1  # chunks that share a scale
     own = ()
     for i_k in tl.static_range(d.K // d.BLOCK_K):
@@ -197,7 +217,7 @@ def magnitudes(s, f, d):
         largest = own[i_k // SPAN * SPAN]
         for j in tl.static_range(1, SPAN):
             largest = tl.maximum(largest, own[i_k // SPAN * SPAN + j])
-        shared += (largest,)
+        shared += (largest.to(tl.float32, bitcast=True),)
     return shared
 
 

@@ -191,16 +191,16 @@ class _Estimator:
         return Cost(one * layers, us * layers, floor / us, measured)
 
     def curve(self, tokens: int, replay: bool) -> Curve | None:
-        return self.calibration.curve(self.part, replay, tokens, self.layout.state, getattr(self.layout, "read", None))
+        return self.calibration.curve(self.part, replay, tokens, self.layout.state, self.layout.read)
 
     def held(self, tokens: int, replay: bool) -> tuple[int, int]:
         """Bytes of one request and layer: (states and ring, convolution window)."""
-        layout, row = self.layout, self.conv.channels * self.layout.act.itemsize
-        if replay:
-            return layout.slot_bytes - layout.R * row, layout.R * row
-        # Where states are written, rejecting takes a state and a convolution input more per token of a step.
-        snapshots = tokens if tokens > 1 else 0
-        return (1 + snapshots) * layout.state_bytes, (self.conv.width - 1 + snapshots) * row
+        # Where states are written, rejecting takes snapshots; a step of one token rejects nothing.
+        state, both = (
+            layout.slot_bytes if replay else layout.snapshot_bytes(tokens if tokens > 1 else 0)
+            for layout in (dataclasses.replace(self.layout, conv=None), self.layout)
+        )
+        return state, both - state
 
     def takes_over(self, way: Way) -> float | None:
         of = self.of

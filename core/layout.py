@@ -332,10 +332,11 @@ class Layout:
         return self.state_bytes + self.copy_bytes + self.R * (self.record_bytes + self._record("conv"))
 
     def snapshot_bytes(self, tokens: int | None = None) -> int:
-        """Bytes of one request and layer where rollback is by snapshots: 1 + T states and convolution windows, T by default
-        ``T_max``: the request's own, and one after every token of a verify step."""
-        window = (self.conv.width - 1) * self._record("conv") if self.conv else 0
-        return (1 + (self.T_max if tokens is None else tokens)) * (self.state_bytes + window)
+        """Bytes of one request and layer where rollback is by snapshots: 1 + T states and width - 1 + T convolution inputs, T
+        by default ``T_max``: the request's own state and one after every token of a verify step, whose windows overlap."""
+        T = self.T_max if tokens is None else tokens
+        inputs = self.conv.width - 1 + T if self.conv else 0
+        return (1 + T) * self.state_bytes + inputs * self._record("conv")
 
     def fold_traffic(self, count: float, target: str | None = None) -> Traffic:
         """The byte model of folding `count` records of one request and layer: in place, where a flush also

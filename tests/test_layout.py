@@ -218,10 +218,10 @@ def test_step_bytes_with_random_acceptance(tokens, window):
 
 
 def test_snapshot_bytes_by_hand():
-    """The same layer, S = 262144 and T_max = 4; a window of a width-4 convolution is 3 8 2 = 48."""
+    """The same layer, S = 262144 and T_max = 4; inputs of a convolution take 8 2 = 16, width - 1 + T of them."""
     layout = Layout(GDN, 4, 2, 128, 128, W=16, T_max=4)
     assert layout.snapshot_bytes() == 5 * 262144
-    assert dataclasses.replace(layout, conv=Conv(C, 4)).snapshot_bytes(2) == 3 * (262144 + 48)
+    assert dataclasses.replace(layout, conv=Conv(C, 4)).snapshot_bytes(2) == 3 * 262144 + 5 * 16
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16])

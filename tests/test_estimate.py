@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -68,10 +69,10 @@ def test_bytes_and_memory_by_hand():
 
 
 def test_speculation():
-    """T states more a request where states are written; times per token that stays."""
+    """T states and convolution inputs more a request where states are written; times per token that stays."""
     conventional, speculating, replay = estimate(Deployment(QWEN, H200, 64, 1000, 4, 0.5), calibrated(row())).ways
     assert speculating.kept == replay.kept == 1 + 0.5 + 0.25 + 0.125
-    assert speculating.state == 5 * conventional.state
+    assert (speculating.state, speculating.conv * 3) == (5 * conventional.state, conventional.conv * (3 + 4))
     found = estimate(Deployment(QWEN, H200, 64, 1000, 4, 0.5), calibrated(row()))
     assert found.faster["conventional"]["step"] == pytest.approx(conventional.step_us * replay.kept / replay.step_us)
     ratio = speculating.recurrent.us / replay.recurrent.us
@@ -184,13 +185,15 @@ def test_plan_of_every_model(name):
 
 def test_plan_as_json(committed):
     done = plan("--model", "qwen3.5-4b", "--batch", "32", "--context", "2000", "--weights", "100", "--checkpoint", "bf16",
-                "--other-us", "1000", "--json")  # fmt: skip
+                "--read", "int8", "--other-us", "1000", "--json")  # fmt: skip
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
-    of = Deployment(QWEN, H200, 32, 2000, formats={"state": "bf16"}, acceptance=0.75, other_us=1000)
+    of = Deployment(QWEN, H200, 32, 2000, formats={"state": "bf16", "read": "int8"}, acceptance=0.75, other_us=1000)
     found = estimate(of, committed)
     assert answer["ways"][-1]["step_us"] == found.ways[-1].step_us
     assert answer["faster"] == found.faster and answer["basis"] == list(found.basis)
+    layout = QWEN.layout(W=found.window, R=found.window + 3, state="bf16", read="int8")
+    assert answer["ways"][-1]["state"] == 24 * layout.slot_bytes
     assert answer["ways"][0]["fits"] == (0.9 * H200.memory - 100e9) // found.ways[0].memory
 
 
@@ -207,7 +210,8 @@ def test_plan_of_a_config_and_its_figure(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [(["--gpu", "tpu"], "gpu: expected one of a100, h100"), (["--model", "gpt-2"], "model: expected one of"),
-     (["--checkpoint", "fp3"], "expected one of"), (["--window", "0"], "W: expected >= 1, got 0")],
+     (["--checkpoint", "fp3"], "expected one of"), (["--read", "fp16"], "read format: expected one of"),
+     (["--window", "0"], "W: expected >= 1, got 0")],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_bad_input_is_one_line(args, message):
@@ -223,3 +227,6 @@ def test_layout_says_what_a_fold_moves():
     assert layout.fold_traffic(3) == layout.fold_traffic(3, "fp16")
     assert (layout.fold_traffic(3).read, layout.fold_traffic(3).written) == (S + 3 * record, S)
     assert layout.fold_traffic(0, "fp32").written == 2 * S
+    copied = replace(layout, read="int8")
+    assert (copied.fold_traffic(3).read, copied.fold_traffic(3).written) == (S + 3 * record, S + 2 * 16 * (16 + 4))
+    assert copied.fold_traffic(3, "fp32") == layout.fold_traffic(3, "fp32")

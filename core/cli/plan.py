@@ -28,6 +28,7 @@ def plan(
     acceptance: Annotated[float, typer.Option(help="Probability that a draft stays where all before it did.")] = 0.75,
     window: Annotated[int | None, typer.Option(help="Records a ring holds; default: the window of least bytes.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Format of the state that the recurrence continues from.")] = "fp32",
+    read: Annotated[str | None, typer.Option(help="Format of a copy that readouts use; default: they read the state.")] = None,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share every layer.")] = 1,
     kv_bytes: Annotated[float, typer.Option(help="Bytes of a cached element of the attention layers.")] = 2.0,
     weights: Annotated[float | None, typer.Option(help="GB of all weights; default: the checkpoint's, or 16 bits.")] = None,
@@ -42,7 +43,7 @@ def plan(
 
     Exit code 0, or 2 for bad input.
     """
-    formats = {"state": checkpoint}
+    formats = {"state": checkpoint, "read": read}
     try:
         of = Deployment(
             models.find(model), devices.find(gpu), batch, context, speculate, acceptance, window, formats,

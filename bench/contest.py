@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm import Layout, ReplayState, reference
 from replayssm.cursor import committed, flush_rule
+from replayssm.layout import STORED
 
 from .timing import graph_us
 from .work import Work
@@ -63,16 +64,17 @@ class Ours(Contestant):
         stacked = A.expand(work.layers, -1).contiguous() if derived and A is not None else None
         self.state = ReplayState(layout, work.layers, work.slots.numel(), work.device, A=stacked)
         self.w = work.w | {"A": None if derived else A}
+        for layer in range(work.layers):
+            self.state.load_layer(layer, work.slots.flatten(), work.states_of(layer))
         if work.staggered:
             self._stagger()
-        work.fill_states(self.state.buffers.state)
         self.x = [work.entry(e) for e in range(work.entries)]
         self.out = torch.empty(work.B * work.T, layout.H, layout.V, dtype=layout.act, device=work.device)
 
     def _stagger(self) -> None:
         """Requests at every phase of their window, over finite ring contents."""
         for name, x in self.state.buffers._asdict().items():
-            if x is not None:
+            if x is not None and name not in STORED:
                 x.normal_()
                 if name in ("g", "gsum"):
                     x.abs_().neg_()
@@ -128,7 +130,7 @@ def oracle(work: Work) -> tuple[Tensor, Tensor]:
 
     Rejected tokens leave no trace.
     """
-    states, w = work.states()[0].double(), {name: x if x is None else x.double() for name, x in work.w.items()}
+    states, w = work.states_of(0).double(), {name: x if x is None else x.double() for name, x in work.w.items()}
     o = torch.empty(work.steps, work.B, work.T, work.layout.H, work.layout.V, dtype=torch.float64, device=work.device)
     for b in range(work.B):
         for i in range(work.steps):

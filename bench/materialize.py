@@ -15,7 +15,17 @@ from .work import MODELS, Work, cold_groups
 
 BATCHES = (256, 64, 16, 1)
 COUNTS = (0, 4, 8, 16)
-ERROR_BOUND = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}  # of states after a fold in that format
+# Of states after a fold in that format.
+ERROR_BOUND = {
+    "fp32": 1e-5,
+    "fp16": 2e-3,
+    "fp16+sr": 2e-3,
+    "bf16": 2e-2,
+    "int8": 3e-2,
+    "e4m3": 0.1,
+    "e4m3+sr": 0.1,
+    "nvfp4": 0.3,
+}
 OPERATIONS = ("materialize", "fold")
 
 
@@ -56,7 +66,8 @@ def measure(name: str, B: int, state: str, W: int, counts: Sequence[int], ceilin
     """Rows of one layer and batch: both operations at every count."""
     model = MODELS[name]
     layout = model.layout(W=W, state=state)
-    n = layers(model, layout, B, 3)  # a materialized fp32 state beside a checkpoint of any format
+    materialized = layout.fold_traffic(0, "fp32").written
+    n = layers(model, layout, B, 1 + -(-materialized // layout.state_bytes))
     ours = Ours(Work(layout, n, B, groups=cold_groups(layout, n, B), steps=1))
     for count in counts:
         for operation, run in runs(ours, count).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -82,16 +83,24 @@ class Work:
         stays = rand(steps, groups, B, T - 1) < ACCEPTANCE
         self.accepted = 1 + stays.cumprod(-1).sum(-1, dtype=torch.int32)
 
-    def fill_states(self, states: Tensor) -> Tensor:
-        """The starting states, written into [layers, groups B, H, V, K] of any floating dtype."""
-        generator = torch.Generator(states.device).manual_seed(self.seed + 1)
-        return states.normal_(std=self.layout.K**-0.5, generator=generator)
+    def states_of(self, layer: int) -> Tensor:
+        """One layer's starting states [groups B, H, V, K] in fp32, values that the checkpoint's format holds."""
+        layout, one = self.layout, replace(self.layout.format, stochastic=False)
+        generator = torch.Generator(self.device).manual_seed(self.seed + 1 + layer)
+        shape = (self.groups * self.B, layout.H, layout.V, layout.K)
+        x = torch.randn(shape, generator=generator, device=self.device) * layout.K**-0.5
+        return one.decode(one.encode(x))
 
     def states(self) -> Tensor:
-        """The starting states in a tensor of their own, in the checkpoint's dtype."""
+        """All layers' [layers, groups B, H, V, K] in the checkpoint's dtype, as peers hold them: they know no scales."""
         layout = self.layout
+        if layout.format.block is not None:
+            raise NotImplementedError(f"state {layout.state!r}: expected a format without scales")
         shape = (self.layers, self.groups * self.B, layout.H, layout.V, layout.K)
-        return self.fill_states(torch.empty(shape, dtype=layout.format.dtype, device=self.device))
+        states = torch.empty(shape, dtype=layout.format.dtype, device=self.device)
+        for layer in range(self.layers):
+            states[layer] = self.states_of(layer)
+        return states
 
     def entry(self, e: int) -> dict[str, Tensor]:
         """One token set, [B T, ...] each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,6 +199,22 @@ def test_materialize_rows(on_cpu, monkeypatch):
     errors = checks["tiny-mamba2, bf16"]
     assert errors["materialize"] < 1e-6 < errors["fold"] < 1e-2
     json.dumps(rows)
+
+
+@pytest.mark.parametrize("state", materialize.ERROR_BOUND)
+@pytest.mark.parametrize("name", TINY)
+def test_states_in_every_format(name, state):
+    """They start as values of the format, so that they are exact until a fold rounds them, once."""
+    model = replace(TINY[name], K=32)  # two blocks of nvfp4
+    found = materialize.error(model.layout(W=4, state=state), device="cpu")
+    assert found["materialize"] < 1e-6 and found["fold"] < materialize.ERROR_BOUND[state] / 2
+    one = work.Work(model.layout(W=4, state=state), 2, 2, staggered=False, device="cpu")
+    assert not torch.equal(one.states_of(0), one.states_of(1))
+    if one.layout.format.block is None:
+        assert torch.equal(one.states()[1].float(), one.states_of(1))
+    else:
+        with pytest.raises(NotImplementedError, match="expected a format without scales"):
+            one.states()
 
 
 def test_our_own_wrong_states_end_the_run(on_cpu, monkeypatch):

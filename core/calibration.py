@@ -105,4 +105,4 @@ def _points(row: Mapping[str, Any], ceiling: float, replays: Callable[[str], boo
         layout = MODELS[row["layer"]].layout(state=row["state"])
         traffic = layout.step_bytes(row["T"])
         floor = row["batch"] * (traffic.conventional.total + traffic.io.total) / ceiling * 1e6
-        yield Point(row["family"], row["layer"], False, *about, floor, min(conventional))
+        yield Point(row["family"], row["layer"], False, row["T"], row["state"], None, floor, min(conventional))

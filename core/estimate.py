@@ -191,7 +191,8 @@ class _Estimator:
         return Cost(one * layers, us * layers, floor / us, measured)
 
     def curve(self, tokens: int, replay: bool) -> Curve | None:
-        return self.calibration.curve(self.part, replay, tokens, self.layout.state, self.layout.read)
+        read = self.layout.read if replay else None  # only replay has a read copy
+        return self.calibration.curve(self.part, replay, tokens, self.layout.state, read)
 
     def held(self, tokens: int, replay: bool) -> tuple[int, int]:
         """Bytes of one request and layer: (states and ring, convolution window)."""

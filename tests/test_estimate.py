@@ -106,6 +106,16 @@ def test_conventional_steps_are_the_best_conventional_peers():
     assert replay.recurrent.us == pytest.approx(24 * 100)
 
 
+def test_conventional_steps_have_no_read_copy():
+    """Replay with one is not measured, the conventional steps beside it are, whichever way replay read there."""
+    for read in (None, "e4m3"):
+        calibration = calibrated(row(us=100.0, peers={"a": 250.0}, read=read))
+        of = Deployment(QWEN, H200, 64, 0, window=16, formats={"read": "int8"})
+        conventional, replay = estimate(of, calibration).ways
+        assert conventional.recurrent.measured and not replay.recurrent.measured
+        assert conventional.recurrent.us == pytest.approx(24 * 250)
+
+
 def test_between_and_beyond_measured_batches():
     """Between two points a power law; below the first its time; beyond the last its share."""
     calibration = calibrated(row(batch=4, us=30.0), row(batch=64, us=120.0))

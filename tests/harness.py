@@ -203,6 +203,11 @@ class Speculation:
         self.check()
 
 
+def rows(x: Tensor) -> Tensor:
+    """A tensor's bytes, to compare and copy any dtype."""
+    return x if x.dtype.itemsize > 1 else x.view(torch.uint8)
+
+
 def fill_nan(x: Tensor) -> None:
     """NaN in every element; integers, which have none, are read with a scale that is NaN."""
     x.fill_(float("nan") if x.is_floating_point() else 0x7F)

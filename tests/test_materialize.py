@@ -7,7 +7,7 @@ import torch
 
 from replayssm import Conv, ReplayState
 from tests.cases import FAMILY, inputs, weights
-from tests.harness import BACKENDS, DEVICE, Requests, relative_worst
+from tests.harness import BACKENDS, DEVICE, Requests, relative_worst, rows
 
 BOUND = 2e-5
 LAYERS = 3
@@ -81,7 +81,7 @@ def model(case, backend, slots: int = 5, **kwargs) -> ReplayState:
 
 def tensors(state: ReplayState, slots: list[int]) -> list[torch.Tensor]:
     """Everything these slots are."""
-    return [x[:, slots].clone() for x in state.buffers if x is not None] + [x[slots].clone() for x in state.cursors]
+    return [rows(x)[:, slots].clone() for x in state.buffers if x is not None] + [x[slots].clone() for x in state.cursors]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -186,8 +186,9 @@ def test_load_of_one_layer_and_of_all(backend):
     assert torch.equal(whole.materialize(slots), states)
 
 
+@pytest.mark.parametrize("formats", [{}, {"state": "e4m3+sr", "read": "int8"}], ids=lambda formats: "-".join(formats.values()))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_load_of_a_layer_while_a_step_is_pending(backend):
+def test_load_of_a_layer_while_a_step_is_pending(backend, formats):
     """A prefill that hands its last tokens over as a step: each layer loads, then runs, under the first layer's plan."""
     case = FAMILY["gdn"]
     layout, generator = case.layout(W=4, T_max=2), torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from replayssm import ReplayState, formats
 from replayssm.layout import STORED
 from tests.cases import FAMILY, relative
-from tests.harness import BACKENDS, DEVICE, Requests, fill_nan
+from tests.harness import BACKENDS, DEVICE, Requests, fill_nan, rows
 
 TINY = {name: dataclasses.replace(case, H=1, G=1, V=16, K=32) for name, case in FAMILY.items()}
 PAIRS = [
@@ -29,11 +29,6 @@ STEPS = [(name, T, "torch") for name in ("mamba2", "gdn", "kda") for T in (1, 3)
 STEPS += [
     pytest.param(name, T, *BACKENDS[1].values, marks=BACKENDS[1].marks) for name, T in (("mamba2", 1), ("gdn", 1), ("kda", 3))
 ]
-
-
-def rows(x: Tensor) -> Tensor:
-    """A tensor's bytes, to compare and copy any dtype."""
-    return x if x.dtype.itemsize > 1 else x.view(torch.uint8)
 
 
 def cast_error(one: formats.Format, s: Tensor) -> float:

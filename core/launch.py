@@ -37,32 +37,42 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
-def _chunk(layout: Layout) -> int:
+def _chunk(layout: Layout, most: int) -> int:
     """The chunk of K where sums over K reach the state: the same for every number format, packed ones included, whose bits else
     would depend on it."""
-    return _divisor(layout.K // 2 if layout.K % 32 == 0 else layout.K, 64)
+    return _divisor(layout.K // 2 if layout.K % 32 == 0 else layout.K, most)
+
+
+def _split(tiles: int, B: int) -> int:
+    """Programs that share a head so that a small batch has as many as one of 256 rows."""
+    return _divisor(tiles, 1 << max(0, (256 // max(B, 1)).bit_length() - 1))
 
 
 @lru_cache(maxsize=1024)
 def decode(layout: Layout, B: int) -> Launch:
     """The launch of a decode step of B rows.
 
-    Measured on one H200 at batch 256 (bench/results/h200/decode.json); other devices and batches follow the rule unmeasured.
-    Tried there and not faster: tiles of 32 rows with two warps; a flush shared by 4 or 8 programs; folding 2, 4 or 8 tokens
-    at once; chunks of 32 for the delta rule.
+    Measured on one H200 (bench/results/h200/decode.json); other devices and batches follow the rule unmeasured. Chunks of K
+    of 32 leave a row's sums to 8 threads: a third of the shuffles of 128. Tried there and not faster at batch 256: tiles of
+    32 rows with two warps; a whole head with 4 or 8 warps; stages of 2 and 4; prefetching the head into the L2; a flush shared
+    by 4 or 8 programs; folding by matrix products, whose registers cost more than its instructions save.
     """
-    if layout.recurrence.delta:
-        return Launch(_divisor(layout.V, 16), _chunk(layout))
-    return Launch(_divisor(layout.V, 8), _divisor(layout.K // layout.packed, 128))
+    chunk = _chunk(layout, 32) if layout.recurrence.delta else _divisor(layout.K // layout.packed, 128)
+    tile = _divisor(layout.V, 16 if layout.recurrence.delta and B >= 128 else 8)
+    return Launch(tile, chunk, SPLIT=_split(layout.V // tile, B))
 
 
 @lru_cache(maxsize=1024)
 def materialize(layout: Layout) -> Launch:
     """The launch of fold, materialize and load."""
-    return Launch(_divisor(layout.V, 16), _chunk(layout))
+    return Launch(_divisor(layout.V, 16), _chunk(layout, 64))
 
 
 @lru_cache(maxsize=1024)
 def verify(layout: Layout, B: int) -> Launch:
-    """The launch of a step of more than one token per row; not measured yet."""
-    return Launch(_divisor(layout.V, 16), _chunk(layout), warps=4)
+    """The launch of a step of more than one token per row; measured on one H200, batch 256 (bench/results/h200/verify.json)."""
+    row = layout.recurrence
+    if row.per_channel and layout.V % 32 == 0:
+        return Launch(32, _chunk(layout, 32), warps=2, SPLIT=_split(layout.V // 32, B))
+    tile, chunk = _divisor(layout.V, 16), _chunk(layout, 32 if row.delta else 64)
+    return Launch(tile, chunk, SPLIT=_split(layout.V // tile, B))

@@ -58,6 +58,7 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
         ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton", parents, tree)
         ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
         ops.step(rows, 1, x, w, buffers, out, layout.T_max, layout, "triton")
+        ops.step(rows, 1, x, w, buffers, out, layout.T_max, layout, "triton", tree=tree)
         ops.conv(rows, 1, lines, taps, None, buffers.conv, lines.clone(), 1, True, layout, "triton")
         ops.conv(rows, 1, lines, taps, None, buffers.conv, lines.clone(), 1, True, layout, "triton", tree)
         ops.compact(rows, parents, slots, buffers, cursors.pending, layout, "triton")

@@ -11,7 +11,7 @@ from replayssm import Conv, ReplayState, reference
 from tests.cases import AWKWARD, FAMILY, inputs
 from tests.harness import BACKENDS, BOUND, DEVICE, GPU, Speculation, relative_worst
 
-STEP_BACKENDS = BACKENDS[:1]
+STEP_BACKENDS = BACKENDS
 CASE = next(case for case in AWKWARD if case.name == "smallest")
 
 

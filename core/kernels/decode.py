@@ -17,6 +17,7 @@ from .arguments import Inputs, Weights, dims, on_device, tokens
 from .formats import load_read, load_state, planned_rng, store_state
 from .recurrence import (
     G_FLOOR,
+    append_decay,
     append_record,
     at,
     decayed,
@@ -26,7 +27,6 @@ from .recurrence import (
     load_beta,
     load_chunks,
     load_g,
-    load_ring,
     load_scalars,
     readout,
     scaled,
@@ -73,7 +73,9 @@ def history(q, k, pool, d, layer, slot, i_h, start, count, gsum):
     a_q, a_k = tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32), tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32)
     for i_k in tl.static_range(d.K // d.BLOCK_K):
         o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)[None, :]
-        k_j = tl.load(at(pool.k, layer, slot, i_g) + row_j * pool.k.row + o_k, mask=m_j, other=0.0).to(tl.float32)  # [W, BK]
+        # Four values a thread: with eight of 16 bits, fp32 tiles of this shape would get eight too, half a sector at a time.
+        p_k = tl.max_contiguous(at(pool.k, layer, slot, i_g) + row_j * pool.k.row + o_k, [1, 4])
+        k_j = tl.load(p_k, mask=m_j, other=0.0).to(tl.float32)  # [W, BK]
         if d.PER_CHANNEL:
             gsum_j = tl.load(at(pool.gsum, layer, slot, i_h) + row_j * pool.gsum.row + o_k, mask=m_j, other=0.0)
             k_j *= tl.exp(gsum[i_k][None, :] - gsum_j)
@@ -138,10 +140,15 @@ def _decode_kernel(
     if d.STORES_G:
         gsum = cumulative(pool, d, layer, slot, i_h, start, tl.where(flush, 0, count), g)
     if (i_s == 0) & live:
-        append_record(pool, d, layer, slot, i_h, append, True, k, rk, beta, g, gsum)
+        append_record(pool, d, layer, slot, i_h, append, True, k, rk, beta)
+        if d.STORES_G:
+            append_decay(pool.g, d, layer, slot, i_h, append, True, g)
+            append_decay(pool.gsum, d, layer, slot, i_h, append, True, gsum)
     q, k = scaled(q, d.SCALE * inverse_norm(q, d), d), scaled(k, rk, d)
     kq = dot(k, q, d)
 
+    o_j = tl.arange(0, d.W_PAD)
+    row_j = wrap(start + o_j, d.R)
     if flush:
         q_t, k_t = decayed(q, g, d), decayed(k, g, d)
         for i_v in tl.range(NV):
@@ -163,9 +170,11 @@ def _decode_kernel(
         for i_v in tl.range(NV, num_stages=STAGES):
             o_v = tile_v + i_v * BLOCK_V
             s = load_read(pool, d, layer, slot, i_h, o_v)
-            u_j = load_ring(pool.u if d.DELTA else pool.v, d, layer, slot, i_h, start, count, o_v)  # [BV, W]
-            p_q = readout(s, q, d) * E_0 + tl.sum(u_j * w_q[None, :], 1)
-            p_k = readout(s, k, d) * E_0 + tl.sum(u_j * w_k[None, :], 1) if d.DELTA else 0.0
+            ring = pool.u if d.DELTA else pool.v
+            p_u = at(ring, layer, slot, i_h) + row_j[:, None] * ring.row + o_v[None, :]
+            u_j = tl.load(tl.max_contiguous(p_u, [1, 4]), mask=(o_j < count)[:, None], other=0.0).to(tl.float32)  # [W, BV]
+            p_q = readout(s, q, d) * E_0 + tl.sum(u_j * w_q[:, None], 0)
+            p_k = readout(s, k, d) * E_0 + tl.sum(u_j * w_k[:, None], 0) if d.DELTA else 0.0
             emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_k)
 
 

@@ -73,6 +73,44 @@ def dot(x, y, d):
 
 
 @triton.jit
+def high(x):
+    """x rounded to the 11 significant bits that tf32 holds; what is left is below 2^-12 of it. A NaN stays in what is left."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(a, b, c, PRECISION: tl.constexpr, A_EXACT: tl.constexpr = False, B_EXACT: tl.constexpr = False):
+    """c + a b to fp32's accuracy: plainly, or as products of tf32 parts, whose rest is below 2^-23.
+
+    An EXACT side is one that tf32 holds as it is: what came from 16 bits. tl.dot's own "tf32x3" also looks for infinities,
+    which costs it a third of its instructions.
+    """
+    if PRECISION == "ieee":
+        return tl.dot(a, b, c, input_precision="ieee")
+    elif A_EXACT and B_EXACT:
+        return tl.dot(a, b, c, input_precision="tf32")
+    elif A_EXACT:
+        b_high = high(b)
+        return tl.dot(a, b_high, tl.dot(a, b - b_high, c, input_precision="tf32"), input_precision="tf32")
+    elif B_EXACT:
+        a_high = high(a)
+        return tl.dot(a_high, b, tl.dot(a - a_high, b, c, input_precision="tf32"), input_precision="tf32")
+    else:
+        a_high, b_high = high(a), high(b)
+        c = tl.dot(a_high, b - b_high, tl.dot(a - a_high, b_high, c, input_precision="tf32"), input_precision="tf32")
+        return tl.dot(a_high, b_high, c, input_precision="tf32")
+
+
+@triton.jit
+def rows_product(x, y, d, PRECISION: tl.constexpr, X_EXACT: tl.constexpr, Y_EXACT: tl.constexpr):
+    """x y^T of rows in chunks of K: [X, Y]."""
+    p = tl.zeros([x[0].shape[0], y[0].shape[0]], tl.float32)
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        p = product(x[i_k], tl.trans(y[i_k]), p, PRECISION, X_EXACT, Y_EXACT)
+    return p
+
+
+@triton.jit
 def scaled(x, r, d):
     """x * r, r a scalar or [T, 1]."""
     y = ()
@@ -174,25 +212,29 @@ def load_g(x, w, d, n, i_h, live, beta):
 
 
 @triton.jit
-def append_record(pool, d, layer, slot, i_h, row, live, k, rk, beta, g, gsum):
-    """The parts of a record that no tile of V owns: k and 1/|k| by the group's first head; beta, g and its sum by each."""
+def append_record(pool, d, layer, slot, i_h, row, live, k, rk, beta):
+    """What no tile of V owns of a record: k and 1/|k| by the group's first head, beta by each."""
     tall: tl.constexpr = len(k[0].shape) == 2
-    row_k, live_k = row[:, None] if tall else row, live[:, None] if tall else live
     heads = d.H // d.G
     if i_h % heads == 0:
         i_g = i_h // heads
-        store_chunks(at(pool.k, layer, slot, i_g) + row_k * pool.k.row, k, live_k, d)
+        p_k = at(pool.k, layer, slot, i_g) + (row[:, None] if tall else row) * pool.k.row
+        store_chunks(p_k, k, live[:, None] if tall else live, d)
         if d.NORMALIZE:
             tl.store(at(pool.rnorm, layer, slot, i_g) + row * pool.rnorm.row, rk, mask=live)
     if d.BETA != "one":
         tl.store(at(pool.beta, layer, slot, i_h) + row * pool.beta.row, beta, mask=live)
-    if d.STORES_G:
-        if d.PER_CHANNEL:
-            store_chunks(at(pool.g, layer, slot, i_h) + row_k * pool.g.row, g, live_k, d)
-            store_chunks(at(pool.gsum, layer, slot, i_h) + row_k * pool.gsum.row, gsum, live_k, d)
-        else:
-            tl.store(at(pool.g, layer, slot, i_h) + row * pool.g.row, g, mask=live)
-            tl.store(at(pool.gsum, layer, slot, i_h) + row * pool.gsum.row, gsum, mask=live)
+
+
+@triton.jit
+def append_decay(ring, d, layer, slot, i_h, row, live, g):
+    """A record's g, or its sum."""
+    if d.PER_CHANNEL:
+        tall: tl.constexpr = len(g[0].shape) == 2
+        p_g = at(ring, layer, slot, i_h) + (row[:, None] if tall else row) * ring.row
+        store_chunks(p_g, g, live[:, None] if tall else live, d)
+    else:
+        tl.store(at(ring, layer, slot, i_h) + row * ring.row, g, mask=live)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
-"""A step of up to T tokens per row in one pass over the checkpoint, chains of drafts: the tile form of decode.
+"""A step of up to T tokens per row in one pass over the checkpoint: chains and trees of drafts, by matrix products.
 
-    P(x) = S0 (E(0,i) * x) + sum_j u_j (k_j^T (E(j,i) * x))                over the ring's records j
-    (I + A) U = diag(beta) (V - [DELTA] P(K)),  A_im = beta_i k_i^T (E(m,i) * k_m), m < i         by substitution in fp32
-    o_i = P(q_i) + sum_{m <= i} F_im u_m,       F_im = q_i^T (E(m,i) * k_m)
+    P(x) = S0 (E(0,i) * x_i) + sum_j u_j (k_j^T (E(j,i) * x_i))          x the rows [Q; K], j the ring's records
+    (I + A) U = diag(beta) (V - [DELTA] P(K)),  A_im = beta_i k_i^T (E(m,i) * k_m), m an ancestor of i   by substitution, fp32
+    O = P(Q) + F U,                             F_im = q_i^T (E(m,i) * k_m), m an ancestor of i or i itself
 
-A later token never reaches an earlier row: what it holds, NaN included, is left out there, not multiplied by zero. Decode has a
-kernel of its own, since a matrix product has at least 16 columns; its vector form unrolled over tokens is no substitute for
-this one: at T = 8 and V = K = 128 it spilled 2 to 3 KB a thread on sm_90 and compiled for tens of seconds, this one for two.
+Both are linear in what a row of V brings, w = [P(Q), V - P(K)]: [O, U] = w (B + I)^T with one small matrix B per head. A token
+that is no ancestor never reaches another's row: B is made by selection, and what is not finite in w is left out of the product
+and put back where it belongs.
 """
 
 from __future__ import annotations
@@ -22,178 +22,229 @@ from .arguments import Inputs, Weights, dims, on_device, tokens
 from .formats import load_read, load_state, planned_rng, store_state
 from .recurrence import (
     G_FLOOR,
+    append_decay,
     append_record,
     at,
-    decayed,
     exp,
-    fold,
     inverse_norm,
     load_beta,
     load_chunks,
     load_g,
     load_ring,
     load_scalars,
-    scaled,
+    load_stored,
+    product,
+    rows_product,
     token,
+    widened,
     wrap,
 )
+from .response import folded, response
 
 
 @triton.jit
-def cumulative(pool, d, layer, slot, i_h, start, count, g):
-    """Cumulative decay up to each token: the ring's after its newest record (0 for an empty ring) plus the step's own."""
-    if d.STORES_G:
-        p_gsum = at(pool.gsum, layer, slot, i_h) + wrap(start + tl.maximum(count, 1) - 1, d.R) * pool.gsum.row
-        if d.PER_CHANNEL:
-            c = ()
-            for i_k in tl.static_range(d.K // d.BLOCK_K):
-                o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
-                newest = tl.load(p_gsum + o_k, mask=count > 0, other=0.0)
-                c += (newest[None, :] + tl.cumsum(tl.maximum(g[i_k], G_FLOOR), 0),)
-            return c
-        else:
-            return tl.load(p_gsum, mask=count > 0, other=0.0) + tl.cumsum(tl.maximum(g, G_FLOOR), 0)
+def descends(tree, i_b, o_i, o_m, t, T_MAX: tl.constexpr):
+    """Whether token o_m is o_i itself or an ancestor of it, over the two's shapes; without a tree, whether it is not later."""
+    if tree is None:
+        return (o_m <= o_i) & (o_m >= 0) & (o_i < t)
     else:
-        return tl.cumsum(g, 0)
+        ancestors = tl.load(tree + (2 * i_b + 1) * T_MAX + o_i, mask=o_i < t, other=0)
+        return (((ancestors >> tl.maximum(o_m, 0)) & 1) > 0) & (o_m >= 0)
 
 
 @triton.jit
-def column(x, m_m, d):
-    """The one row of chunks that m_m [T, 1] marks: chunks [BK]; what other rows hold is not multiplied, only left out."""
-    y = ()
+def load_rows(x, d, n, i_g, i_x, is_k, m_x):
+    """The step's rows [Q; K] as stored, chunks [X, BK]; zeros beyond its tokens."""
+    rows = ()
     for i_k in tl.static_range(d.K // d.BLOCK_K):
-        y += (tl.sum(tl.where(m_m, x[i_k], 0.0), 0),)
-    return y
+        o_k = (tl.arange(0, d.BLOCK_K) + i_k * d.BLOCK_K)[None, :]
+        q = tl.load(token(x.q, n + i_x, i_g)[:, None] + o_k, mask=(m_x & (is_k == 0))[:, None], other=0.0)
+        k = tl.load(token(x.k, n + i_x, i_g)[:, None] + o_k, mask=(m_x & is_k)[:, None], other=0.0)
+        rows += (q + k,)
+    return rows
 
 
 @triton.jit
-def window(q, k, c, beta, d, t, TP: tl.constexpr):
-    """How the step's tokens see each other: F [T, T], rows the outputs, and X = (I + A)^-1 diag(beta) by substitution.
+def twice(x, y):
+    """Rows [TH, .] or scalars [TH] of Q and of K under each other: [2 TH, .]."""
+    both = tl.join(x, y)
+    if len(x.shape) == 1:
+        return tl.reshape(tl.trans(both), [2 * x.shape[0]])
+    else:
+        return tl.reshape(tl.permute(both, (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
 
-    One token m at a time, all later rows at once: E(m,i) is exp(c_i - c_m), never a quotient of two exponentials.
+
+@triton.jit
+def path_decay(g, ring, tree, d, layer, slot, i_h, i_b, append, t, TH: tl.constexpr, T_MAX: tl.constexpr):
+    """Each token's sum of g, no lower than the floor, over its path in the step: [TH], chunks [TH, BK] per channel.
+
+    ``ring`` holds the tokens' g already, for trees to read token by token.
     """
-    o_t = tl.arange(0, TP)
-    F = tl.zeros([TP, TP], tl.float32)
-    A = tl.zeros([TP, TP], tl.float32)
-    for m in range(t):
-        m_m = (o_t == m)[:, None]
-        k_m, f, a = column(k, m_m, d), tl.zeros([TP, d.BLOCK_K], tl.float32), tl.zeros([TP, d.BLOCK_K], tl.float32)
-        if d.PER_CHANNEL:
-            c_m = column(c, m_m, d)
-        for i_k in tl.static_range(d.K // d.BLOCK_K):
-            k_i = k_m[i_k][None, :]
-            if d.PER_CHANNEL:
-                k_i = k_i * tl.exp(tl.minimum(c[i_k] - c_m[i_k][None, :], 0.0))
-            f += q[i_k] * k_i
-            if d.DELTA:
-                a += k[i_k] * k_i
-        f_m, a_m = tl.sum(f, 1), tl.sum(a, 1)
-        if not d.PER_CHANNEL:
-            E = tl.exp(tl.minimum(c - tl.sum(tl.where(o_t == m, c, 0.0), 0), 0.0))
-            f_m, a_m = f_m * E, a_m * E
-        F = tl.where((o_t[None, :] == m) & (o_t[:, None] >= m), f_m[:, None], F)
-        A = tl.where((o_t[None, :] == m) & (o_t[:, None] > m), (beta * a_m)[:, None], A)
-    X = tl.where(o_t[:, None] == o_t[None, :], beta[:, None], 0.0)
-    if d.DELTA:
-        for i in range(1, t):  # X_i = beta_i e_i - sum_{m < i} A_im X_m
-            A_i = tl.sum(tl.where((o_t == i)[:, None], A, 0.0), 0)
-            X_i = tl.sum(tl.where((o_t < i)[:, None], A_i[:, None] * X, 0.0), 0)
-            X = tl.where((o_t == i)[:, None], X - X_i[None, :], X)
-    return F, X
+    o_t = tl.arange(0, TH)
+    if d.PER_CHANNEL:
+        c = ()
+        if tree is None:
+            for i_k in tl.static_range(d.K // d.BLOCK_K):
+                c += (tl.cumsum(tl.maximum(g[i_k], G_FLOOR), 0),)
+        else:
+            for _ in tl.static_range(d.K // d.BLOCK_K):
+                c += (tl.zeros([TH, d.BLOCK_K], tl.float32),)
+            for m in range(t):
+                on = descends(tree, i_b, o_t, m, t, T_MAX)
+                g_m = load_stored(at(ring, layer, slot, i_h) + wrap(append + m, d.R) * ring.row, True, d)
+                longer = ()
+                for i_k in tl.static_range(d.K // d.BLOCK_K):
+                    longer += (tl.where(on[:, None], c[i_k] + tl.maximum(g_m[i_k], G_FLOOR)[None, :], c[i_k]),)
+                c = longer
+        return c
+    else:
+        path = descends(tree, i_b, o_t[:, None], o_t[None, :], t, T_MAX)
+        return tl.sum(tl.where(path, tl.maximum(g, G_FLOOR)[None, :] if d.STORES_G else g[None, :], 0.0), 1)
 
 
 @triton.jit
-def history(q, k, c, w, pool, d, layer, slot, i_h, start, count, t, TP: tl.constexpr):
-    """The ring's records' weights in P(q_i) and P(k_i), [W, T], and E(0,i) [T] of one g per head.
+def history(x, r, c, last, w, pool, d, layer, slot, i_h, start, count, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """The ring's part of P: each record's weight [W, X]; the rows and their factors [X] that the checkpoint is read with.
 
-    k_j^T (E(j,i) * x_i), times beta_j where the ring holds v instead of u. One token at a time.
+    k_j^T (E(j,i) * x_i), with E(j,i) = exp(c_i) exp(last - gsum_j), both exponents <= 0: last is the newest record's.
     """
     i_g = i_h // (d.H // d.G)
-    o_t, o_j = tl.arange(0, TP), tl.arange(0, d.W_PAD)
+    o_j = tl.arange(0, d.W_PAD)
     m_j, row_j = (o_j < count)[:, None], wrap(start + o_j, d.R)[:, None]
-    w_q, w_k = tl.zeros([d.W_PAD, TP], tl.float32), tl.zeros([d.W_PAD, TP], tl.float32)
-    for i in range(t):
-        q_i, k_i = column(q, (o_t == i)[:, None], d), column(k, (o_t == i)[:, None], d)
-        a_q, a_k = tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32), tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32)
+    rows, weight = (), tl.zeros([d.W_PAD, r.shape[0]], tl.float32)
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        o_k = (tl.arange(0, d.BLOCK_K) + i_k * d.BLOCK_K)[None, :]
+        k_j = tl.load(at(pool.k, layer, slot, i_g) + row_j * pool.k.row + o_k, mask=m_j, other=0.0).to(tl.float32)
         if d.PER_CHANNEL:
-            c_i = column(c, (o_t == i)[:, None], d)
-        for i_k in tl.static_range(d.K // d.BLOCK_K):
-            o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)[None, :]
-            k_j = tl.load(at(pool.k, layer, slot, i_g) + row_j * pool.k.row + o_k, mask=m_j, other=0.0).to(tl.float32)
-            if d.PER_CHANNEL:
-                gsum_j = tl.load(at(pool.gsum, layer, slot, i_h) + row_j * pool.gsum.row + o_k, mask=m_j, other=0.0)
-                k_j *= tl.exp(c_i[i_k][None, :] - gsum_j)
-            a_q += k_j * q_i[i_k][None, :]
-            a_k += k_j * k_i[i_k][None, :]
-        w_q = tl.where((o_t == i)[None, :], tl.sum(a_q, 1)[:, None], w_q)
-        w_k = tl.where((o_t == i)[None, :], tl.sum(a_k, 1)[:, None], w_k)
+            p_gsum = at(pool.gsum, layer, slot, i_h) + row_j * pool.gsum.row + o_k
+            k_j *= tl.exp(last[i_k][None, :] - tl.load(p_gsum, mask=m_j, other=0.0))
+            decay = exp(c[i_k])
+            x_i = x[i_k] * r[:, None] * twice(decay, decay)
+            weight = product(k_j, tl.trans(x_i), weight, PRECISION)
+            rows += (x_i * exp(last[i_k])[None, :],)
+        else:
+            weight = product(k_j, tl.trans(x[i_k]), weight, PRECISION, EXACT, EXACT)
     scale = tl.zeros([d.W_PAD], tl.float32) + 1.0
     if d.NORMALIZE:
-        scale = load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
+        scale *= load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
     if d.BETA != "one" and not d.DELTA:
         scale *= load_scalars(pool.beta, d, layer, slot, i_h, start, count)
-    E_j = scale[:, None]
-    if not d.STORES_G:  # exactly: suffix sums of A beta over the records after j
-        A = tl.load(w.A + i_h).to(tl.float32)
-        suffix = tl.cumsum(A * load_scalars(pool.beta, d, layer, slot, i_h, wrap(start + 1, d.R), count - 1), 0, reverse=True)
-        E_j *= tl.exp(suffix[:, None] + c[None, :])
-        c += tl.sum(A * load_scalars(pool.beta, d, layer, slot, i_h, start, count), 0)
-    elif not d.PER_CHANNEL:
-        gsum_j = load_scalars(pool.gsum, d, layer, slot, i_h, start, count)
-        E_j *= tl.exp(tl.minimum(c[None, :] - gsum_j[:, None], 0.0))
-    return w_q * E_j, w_k * E_j, c
+    if d.PER_CHANNEL:
+        return weight * scale[:, None], rows, tl.zeros_like(r) + 1.0
+    else:
+        if d.STORES_G:
+            total = last
+            scale *= exp(tl.minimum(last - load_scalars(pool.gsum, d, layer, slot, i_h, start, count), 0.0))
+        else:  # exactly: suffix sums of A beta over the records after j
+            A = tl.load(w.A + i_h).to(tl.float32)
+            total = tl.sum(A * load_scalars(pool.beta, d, layer, slot, i_h, start, count), 0)
+            after = A * load_scalars(pool.beta, d, layer, slot, i_h, wrap(start + 1, d.R), count - 1)
+            scale *= exp(tl.cumsum(after, 0, reverse=True))
+        decay = exp(c)
+        factor = r * twice(decay, decay)
+        return weight * scale[:, None] * factor[None, :], x, factor * exp(total)
 
 
 @triton.jit
-def readouts(s, x, d, PRECISION: tl.constexpr):
-    """s x_i of a state tile and rows in chunks: [BV, T]."""
-    p = tl.dot(s[0], tl.trans(x[0]), input_precision=PRECISION)
-    for i_k in tl.static_range(1, d.K // d.BLOCK_K):
-        p += tl.dot(s[i_k], tl.trans(x[i_k]), input_precision=PRECISION)
-    return p
+def window(rows, r, c, before, x, pool, d, layer, slot, i_h, n, append, last, t, TH, EXACT, PRECISION: tl.constexpr):
+    """x_i^T (E(m,i) * k_m) of the rows x_i and the step's tokens m: [X, X], in the columns of K; zeros but `before`.
+
+    Per channel one token m at a time, its k and its sum of g read back from memory; else one product of all rows.
+    """
+    o_x, o_t = tl.arange(0, 2 * TH), tl.arange(0, TH)
+    if d.PER_CHANNEL:
+        i_g = i_h // (d.H // d.G)
+        L = tl.zeros([2 * TH, 2 * TH], tl.float32)
+        m_t = (o_t < t)[:, None]
+        q = load_chunks(token(x.q, n + o_t, i_g)[:, None], m_t, d)
+        k = load_chunks(token(x.k, n + o_t, i_g)[:, None], m_t, d)
+        for m in range(t):
+            k_m = load_chunks(token(x.k, n + m, i_g), True, d)
+            p_gsum = at(pool.gsum, layer, slot, i_h) + wrap(append + m, d.R) * pool.gsum.row
+            f, a = tl.zeros([TH, d.BLOCK_K], tl.float32), tl.zeros([TH, d.BLOCK_K], tl.float32)
+            for i_k in tl.static_range(d.K // d.BLOCK_K):
+                c_m = tl.load(p_gsum + tl.arange(0, d.BLOCK_K) + i_k * d.BLOCK_K) - last[i_k]
+                E_k = tl.exp(tl.minimum(c[i_k] - c_m[None, :], 0.0)) * k_m[i_k][None, :]
+                f += q[i_k] * E_k
+                if d.DELTA:
+                    a += k[i_k] * E_k
+            L = tl.where((o_x == TH + m)[None, :], twice(tl.sum(f, 1), tl.sum(a, 1))[:, None], L)
+    else:
+        c_x = twice(c, c)
+        L = rows_product(rows, rows, d, PRECISION, EXACT, EXACT) * tl.exp(tl.minimum(c_x[:, None] - c_x[None, :], 0.0))
+    return tl.where(before, L * r[:, None] * r[None, :], 0.0)
 
 
 @triton.jit
-def causal(x, M, t):
-    """sum_{m <= i} M_im x_m for each row of V: x [BV, T], M [T, T]."""
-    o_t = tl.arange(0, M.shape[0])
-    y = tl.zeros_like(x)
-    for m in range(t):
-        x_m = tl.sum(tl.where((o_t == m)[None, :], x, 0.0), 1)
-        M_m = tl.sum(tl.where((o_t == m)[None, :], M, 0.0), 1)
-        y += tl.where((o_t >= m)[None, :], x_m[:, None] * M_m[None, :], 0.0)
-    return y
-
-
-@triton.jit
-def emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k):
-    """The tokens' u and outputs for a tile of V, stored; raw v and u appended to the ring. P(Q), P(K): [BV, T]."""
-    o_t = tl.arange(0, F.shape[0])
-    m_t = o_t < t
-    v = tl.load(token(x.v, n, i_h) + o_t[None, :] * x.v.token + o_v[:, None], mask=m_t[None, :], other=0.0).to(tl.float32)
-    u = causal(v - p_k, X, t)
-    o = p_q + causal(u, F, t)
-    if w.D is not None:
-        o += tl.load(w.D + i_h).to(tl.float32) * v
-    if x.z is not None:
-        p_z = token(x.z, n, i_h) + o_t[None, :] * x.z.token + o_v[:, None]
-        z = tl.load(p_z, mask=m_t[None, :], other=0.0).to(tl.float32)
-        o *= z * tl.sigmoid(z)
-    p_o = token(out, n, i_h) + o_t[None, :] * out.token + o_v[:, None]
-    tl.store(p_o, o.to(out.ptr.dtype.element_ty), mask=m_t[None, :])
-    row = wrap(append + o_t, d.R)[None, :]
-    p_v = at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v[:, None]
-    tl.store(p_v, v.to(pool.v.ptr.dtype.element_ty), mask=m_t[None, :])
+def transfer(L, before, beta, d, t, TH: tl.constexpr):
+    """B [X, X] with [O, U] = w (B + [I, 0])^T: rows of U X = (I + A)^-1 diag(beta), by substitution; rows of O F X."""
+    o_x = tl.arange(0, 2 * TH)
+    is_k = o_x >= TH
     if d.DELTA:
+        B = tl.zeros([2 * TH, 2 * TH], tl.float32)
+        for i in range(t):  # X_i = beta_i (e_i - sum_m A_im X_m), whose sum row i has gathered from the ancestors
+            at_i = o_x == TH + i
+            gathered = tl.sum(tl.where(at_i[:, None], B, 0.0), 0)
+            X_i = tl.sum(tl.where(at_i, beta, 0.0), 0) * (tl.where(at_i, 1.0, 0.0) - gathered)
+            B = tl.where(at_i[:, None], X_i[None, :], B)
+            L_i = tl.sum(tl.where(at_i[None, :], L, 0.0), 1)
+            after = tl.sum(tl.where(at_i[None, :], before.to(tl.int32), 0), 1) > 0
+            B = tl.where(after[:, None], B + L_i[:, None] * X_i[None, :], B)
+        return B
+    else:  # X = diag(beta)
+        return tl.where(before, L * beta[None, :], tl.where((o_x[:, None] == o_x[None, :]) & is_k[None, :], beta[None, :], 0.0))
+
+
+@triton.jit
+def emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION: tl.constexpr):
+    """The tokens' outputs and u for a tile of V from P [BV, X], stored; raw v appended to the ring."""
+    live_k = (m_x & is_k)[None, :]
+    v_raw = tl.load(token(x.v, n + i_x, i_h)[None, :] + o_v[:, None], mask=live_k, other=0.0)
+    w = tl.where(is_k[None, :], v_raw.to(tl.float32) - p if d.DELTA else v_raw.to(tl.float32), p)
+    finite = tl.abs(w) < float("inf")
+    y = product(tl.where(finite, w, 0.0), M, tl.zeros_like(w), PRECISION)
+    if tl.min(finite.to(tl.int32)) == 0:
+        spoiled = tl.dot(tl.where(finite, 0.0, 1.0).to(tl.bfloat16), reach)
+        y = tl.where(spoiled > 0, float("nan"), y)
+    row = wrap(append + i_x, d.R)[None, :]
+    tl.store(at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v[:, None], v_raw.to(pool.v.ptr.dtype.element_ty), mask=live_k)
+    if d.DELTA:
+        u = y
         if pool.u.ptr.dtype.element_ty == tl.float16:  # saturate: a helper's overflow must not become an infinity
             u = tl.clamp(u, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-        p_u = at(pool.u, layer, slot, i_h) + row * pool.u.row + o_v[:, None]
-        tl.store(p_u, u.to(pool.u.ptr.dtype.element_ty), mask=m_t[None, :])
+        tl.store(at(pool.u, layer, slot, i_h) + row * pool.u.row + o_v[:, None], u.to(pool.u.ptr.dtype.element_ty), mask=live_k)
+    live_q = (m_x & (is_k == 0))[None, :]
+    if x.z is not None:
+        z = tl.load(token(x.z, n + i_x, i_h)[None, :] + o_v[:, None], mask=live_q, other=0.0).to(tl.float32)
+        y *= z * tl.sigmoid(z)
+    tl.store(token(out, n + i_x, i_h)[None, :] + o_v[:, None], y.to(out.ptr.dtype.element_ty), mask=live_q)
+
+
+@triton.jit
+def read(s, rows, factor, u_j, weight, d, EXACT: tl.constexpr, U_EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """P [BV, X] of a state tile and the ring's u_j [BV, W]."""
+    p = rows_product(s, rows, d, PRECISION, False, EXACT) * factor[None, :]
+    return product(u_j, weight, p, PRECISION, U_EXACT, False)
+
+
+@triton.jit
+def summed(c, ring, d, layer, slot, i_h, start, count):
+    """The ring's cumulative g at its newest record (0 for an empty ring), and with each token's own."""
+    p_newest = at(ring, layer, slot, i_h) + wrap(start + tl.maximum(count, 1) - 1, d.R) * ring.row
+    if d.PER_CHANNEL:
+        last, total = load_stored(p_newest, count > 0, d), ()
+        for i_k in tl.static_range(d.K // d.BLOCK_K):
+            total += (last[i_k][None, :] + c[i_k],)
+        return last, total
+    else:
+        last = tl.load(p_newest, mask=count > 0, other=0.0)
+        return last, last + c
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _verify_kernel(
     plan,
+    tree,
     layer,
     x,
     w,
@@ -201,59 +252,88 @@ def _verify_kernel(
     out,
     d,
     WIDTH: tl.constexpr,
-    TP: tl.constexpr,
+    T_MAX: tl.constexpr,
+    TH: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_h = tl.program_id(0) % d.H
-    p_plan = plan + tl.load(plan + tl.program_id(0) // d.H * WIDTH + 9) * WIDTH
+    i_s = tl.program_id(0) % SPLIT
+    i_h = tl.program_id(0) // SPLIT % d.H
+    i_b = tl.load(plan + tl.program_id(0) // SPLIT // d.H * WIDTH + 9)
     i_g = i_h // (d.H // d.G)
+    p_plan = plan + i_b * WIDTH
+    NV: tl.constexpr = d.V // BLOCK_V // SPLIT
+    tile_v = i_s * NV * BLOCK_V + tl.arange(0, BLOCK_V)
     slot, start, count = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 1), tl.load(p_plan + 2)
     t, flush, append, n = tl.load(p_plan + 3), tl.load(p_plan + 4) > 0, tl.load(p_plan + 5), tl.load(p_plan + 6)
     for i in range(t, tl.load(p_plan + 7)):  # rows that the batch row owns and no token fills
-        for o in range(0, d.V, BLOCK_V):
-            p_o = token(out, n + i, i_h) + o + tl.arange(0, BLOCK_V)
+        for i_v in range(NV):
+            p_o = token(out, n + i, i_h) + tile_v + i_v * BLOCK_V
             tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
     if ((t > 0) | flush) == 0:
         return
 
-    o_t = tl.arange(0, TP)
-    m_t = o_t < t
-    tall = (n + o_t)[:, None], m_t[:, None]
-    q = load_chunks(token(x.q, tall[0], i_g), tall[1], d)
-    k = load_chunks(token(x.k, tall[0], i_g), tall[1], d)
-    rq, rk = inverse_norm(q, d) * tl.full([TP], d.SCALE, tl.float32), inverse_norm(k, d) * tl.full([TP], 1.0, tl.float32)
-    beta = load_beta(x, w, d, n + o_t, i_h, m_t) * tl.full([TP], 1.0, tl.float32)
+    EXACT: tl.constexpr = x.q.ptr.dtype.element_ty != tl.float32
+    ring = pool.u if d.DELTA else pool.v
+    U_EXACT: tl.constexpr = ring.ptr.dtype.element_ty != tl.float32
+    o_x, o_t = tl.arange(0, 2 * TH), tl.arange(0, TH)
+    i_x, is_k = o_x % TH, o_x >= TH
+    m_x, m_t = i_x < t, o_t < t
+    raw = load_rows(x, d, n, i_g, i_x, is_k, m_x)
+    rows = widened(raw, d)
+    r = inverse_norm(rows, d) * tl.where(is_k, 1.0, d.SCALE)
+    beta = load_beta(x, w, d, n + i_x, i_h, m_x) * tl.full([2 * TH], 1.0, tl.float32)
     if d.PER_CHANNEL:
-        g = load_g(x, w, d, tall[0], i_h, tall[1], beta)
+        g = load_g(x, w, d, (n + o_t)[:, None], i_h, m_t[:, None], 1.0)
     else:
-        g = load_g(x, w, d, n + o_t, i_h, m_t, beta)
-    c = cumulative(pool, d, layer, slot, i_h, start, tl.where(flush, 0, count), g)
-    append_record(pool, d, layer, slot, i_h, wrap(append + o_t, d.R), m_t, k, rk, beta, g, c)
-    q, k = scaled(q, rq[:, None], d), scaled(k, rk[:, None], d)
-    F, X = window(q, k, c, beta, d, t, TP)
-
+        g = load_g(x, w, d, n + o_t, i_h, m_t, load_beta(x, w, d, n + o_t, i_h, m_t))
     live = tl.where(flush, 0, count)
-    w_q, w_k, c = history(q, k, c, w, pool, d, layer, slot, i_h, start, live, t, TP)
-    E = tl.zeros([TP], tl.float32) + 1.0
-    if d.PER_CHANNEL:
-        q, k = decayed(q, c, d), decayed(k, c, d)
-    else:
-        E = exp(c)
-    for o in range(0, d.V, BLOCK_V):
-        o_v = o + tl.arange(0, BLOCK_V)
-        if flush:
+    row = wrap(append + i_x, d.R)
+    append_record(pool, d, layer, slot, i_h, row, m_x & is_k, raw, r, beta)
+    last = 0.0
+    if d.STORES_G:
+        append_decay(pool.g, d, layer, slot, i_h, wrap(append + o_t, d.R), m_t, g)
+        if d.PER_CHANNEL:
+            tl.debug_barrier()
+    c = path_decay(g, pool.g, tree, d, layer, slot, i_h, i_b, append, t, TH, T_MAX)
+    if d.STORES_G:
+        last, total = summed(c, pool.gsum, d, layer, slot, i_h, start, live)
+        append_decay(pool.gsum, d, layer, slot, i_h, wrap(append + o_t, d.R), m_t, total)
+        if d.PER_CHANNEL:
+            tl.debug_barrier()
+
+    o_m = (o_x - TH)[None, :]
+    reach = descends(tree, i_b, i_x[:, None], o_m, t, T_MAX)
+    before = reach & ((is_k[:, None] == 0) | (i_x[:, None] != o_m))
+    L = window(rows, r, c, before, x, pool, d, layer, slot, i_h, n, append, last, t, TH, EXACT, PRECISION)
+    B = transfer(L, before, beta, d, t, TH)
+    own = o_x[:, None] == o_x[None, :]
+    B = tl.where(own & (is_k[:, None] == 0), 1.0, B)
+    if w.D is not None:
+        B += tl.where((is_k[:, None] == 0) & (i_x[:, None] == o_m), tl.load(w.D + i_h).to(tl.float32), 0.0)
+    M, reach = tl.trans(B), tl.trans((reach | own).to(tl.bfloat16))
+    weight, rows, factor = history(rows, r, c, last, w, pool, d, layer, slot, i_h, start, live, EXACT, PRECISION)
+    EXACT_ROWS: tl.constexpr = EXACT and not d.PER_CHANNEL
+
+    if flush:
+        keys, scale, mix, out_rows, E = response(pool, w.A, d, layer, slot, i_h, start, count, EXACT, PRECISION)
+        for i_v in tl.range(NV):
+            o_v = tile_v + i_v * BLOCK_V
+            v_j = load_ring(pool.v, d, layer, slot, i_h, start, count, o_v)
             s = load_state(pool, d, layer, slot, i_h, o_v)
-            s = fold(s, pool, w.A, d, layer, slot, i_h, start, count, o_v)
+            s = folded(s, keys, scale, mix, out_rows, E, v_j, d, EXACT, PRECISION)
             store_state(pool, d, layer, slot, i_h, o_v, s, planned_rng(p_plan))
-        else:
+            p = rows_product(s, rows, d, PRECISION, False, EXACT_ROWS) * factor[None, :]
+            emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
+    else:
+        for i_v in tl.range(NV, num_stages=STAGES):
+            o_v = tile_v + i_v * BLOCK_V
             s = load_read(pool, d, layer, slot, i_h, o_v)
-        u_j = load_ring(pool.u if d.DELTA else pool.v, d, layer, slot, i_h, start, live, o_v)  # [BV, W]
-        p_q = readouts(s, q, d, PRECISION) * E[None, :] + tl.dot(u_j, w_q, input_precision=PRECISION)
-        p_k = tl.zeros_like(p_q)
-        if d.DELTA:
-            p_k = readouts(s, k, d, PRECISION) * E[None, :] + tl.dot(u_j, w_k, input_precision=PRECISION)
-        emit(x, w, pool, out, d, layer, slot, i_h, append, n, t, o_v, F, X, p_q, p_k)
+            u_j = load_ring(ring, d, layer, slot, i_h, start, live, o_v)
+            p = read(s, rows, factor, u_j, weight, d, EXACT_ROWS, U_EXACT, PRECISION)
+            emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
 
 
 def verify(
@@ -268,12 +348,11 @@ def verify(
     launch: Launch,
     tree: Tensor | None = None,
 ) -> None:
-    """One step of one layer, T <= 16 tokens per row at most: reads plan rows, writes ``out`` [N, H, V] and the pool."""
-    if tree is not None:
-        raise NotImplementedError("parents: supported is None (chains) with backend='triton', got a tree; use backend='torch'")
+    """One step of one layer, at most T tokens per row: reads plan rows, writes ``out`` [N, H, V] and the pool."""
     with on_device(plan):
-        _verify_kernel[(plan.shape[0] * layout.H,)](
+        _verify_kernel[(plan.shape[0] * layout.H * launch.SPLIT,)](
             plan,
+            tree,
             layer,
             x,
             w,
@@ -281,8 +360,11 @@ def verify(
             tokens(out),
             dims(layout, launch.BLOCK_K, least_W=16),  # a matrix product has at least 16 of everything
             WIDTH=PLAN_WIDTH,
-            TP=max(16, 1 << (T - 1).bit_length()),
+            T_MAX=layout.T_max,
+            TH=max(8, 1 << (T - 1).bit_length()),
             BLOCK_V=launch.BLOCK_V,
+            SPLIT=launch.SPLIT,
+            STAGES=launch.stages,
             PRECISION=dot_precision(),
             num_warps=launch.warps,
         )

@@ -67,7 +67,6 @@ def compact(
     pending: Tensor,
     layout: Layout,
     backend: str,
-    pool: Buffers | None = None,
 ) -> None:
     """Move the records of the first ``accepted`` [B] nodes (None: t) of each ``path`` [B, T_max] together, all layers.
 
@@ -78,8 +77,7 @@ def compact(
     if backend == "torch":
         eager.compact(plan, path, accepted, buffers, pending, layout)
     else:
-        layers, pool = buffers.state.shape[0], pool or arguments.pool(buffers)
-        kernels.compact.compact(plan, path, accepted, pool, pending, layers, layout)
+        kernels.compact.compact(plan, path, accepted, buffers, pending, layout)
 
 
 def step(

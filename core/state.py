@@ -277,7 +277,7 @@ class ReplayState:
             )
         elif path is not None:
             pending = self.cursors.pending
-            ops.compact(plan.rows, path, accepted, self.buffers, pending, self.layout, self.backend, self._pool)
+            ops.compact(plan.rows, path, accepted, self.buffers, pending, self.layout, self.backend)
         if compiling:
             torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
         else:

@@ -112,8 +112,8 @@ def rows(tensor: Tensor | None) -> Rows | None:
 
 
 def pool(buffers: Buffers) -> Buffers:
-    """Buffers whose tensors are replaced by their Rows."""
-    return Buffers(*(rows(tensor) for tensor in buffers))
+    """Buffers whose tensors are replaced by their Rows, without the convolution's, which has kernels of its own."""
+    return Buffers(*(rows(tensor) for tensor in buffers))._replace(conv=None)
 
 
 def tokens(tensor: Tensor | None) -> Tokens | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cursor import PLAN_WIDTH
 from ..layout import STORED, Buffers, Layout
-from .arguments import on_device
+from .arguments import on_device, rows
 from .recurrence import at, wrap
 
 
@@ -81,14 +81,13 @@ def _rows(layout: Layout) -> tuple[tuple[Row, ...], int, int]:
     return tuple(Row(tl.constexpr(head), tl.constexpr(total)) for head, total in sizes), most, block
 
 
-def compact(
-    plan: Tensor, path: Tensor, accepted: Tensor | None, pool: Buffers, pending: Tensor, layers: int, layout: Layout
-) -> None:
+def compact(plan: Tensor, path: Tensor, accepted: Tensor | None, buffers: Buffers, pending: Tensor, layout: Layout) -> None:
     """Move the kept records of the plan's still pending slots: of path [B, T_max] the first accepted[b] (None: t) nodes."""
-    rows, heads, block = _rows(layout)
-    rings = [ring for ring in pool[len(STORED) :] if ring is not None]
-    if pool.conv is not None:
-        rings[-1] = pool.conv._replace(head=block)
+    widths, heads, block = _rows(layout)
+    rings = [rows(ring) for ring in buffers[len(STORED) :] if ring is not None]
+    if buffers.conv is not None:
+        rings[-1] = rings[-1]._replace(head=block)
+    layers = buffers.state.shape[0]
     with on_device(plan):
         _compact_kernel[(plan.shape[0] * layers * heads,)](
             plan,
@@ -96,7 +95,7 @@ def compact(
             accepted,
             pending,
             tuple(rings),
-            rows,
+            widths,
             layers,
             T_MAX=path.shape[1],
             R=layout.R,

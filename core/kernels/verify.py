@@ -78,24 +78,20 @@ def twice(x, y):
 def path_decay(g, ring, tree, d, layer, slot, i_h, i_b, append, t, TH: tl.constexpr, T_MAX: tl.constexpr):
     """Each token's sum of g, no lower than the floor, over its path in the step: [TH], chunks [TH, BK] per channel.
 
-    ``ring`` holds the tokens' g already, for trees to read token by token.
+    Per channel g is read token by token from ``ring``, which holds it already.
     """
     o_t = tl.arange(0, TH)
     if d.PER_CHANNEL:
         c = ()
-        if tree is None:
+        for _ in tl.static_range(d.K // d.BLOCK_K):
+            c += (tl.zeros([TH, d.BLOCK_K], tl.float32),)
+        for m in range(t):
+            on = descends(tree, i_b, o_t, m, t, T_MAX)
+            g_m = load_stored(at(ring, layer, slot, i_h) + wrap(append + m, d.R) * ring.row, True, d)
+            longer = ()
             for i_k in tl.static_range(d.K // d.BLOCK_K):
-                c += (tl.cumsum(tl.maximum(g[i_k], G_FLOOR), 0),)
-        else:
-            for _ in tl.static_range(d.K // d.BLOCK_K):
-                c += (tl.zeros([TH, d.BLOCK_K], tl.float32),)
-            for m in range(t):
-                on = descends(tree, i_b, o_t, m, t, T_MAX)
-                g_m = load_stored(at(ring, layer, slot, i_h) + wrap(append + m, d.R) * ring.row, True, d)
-                longer = ()
-                for i_k in tl.static_range(d.K // d.BLOCK_K):
-                    longer += (tl.where(on[:, None], c[i_k] + tl.maximum(g_m[i_k], G_FLOOR)[None, :], c[i_k]),)
-                c = longer
+                longer += (tl.where(on[:, None], c[i_k] + tl.maximum(g_m[i_k], G_FLOOR)[None, :], c[i_k]),)
+            c = longer
         return c
     else:
         path = descends(tree, i_b, o_t[:, None], o_t[None, :], t, T_MAX)

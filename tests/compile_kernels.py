@@ -1,6 +1,7 @@
 """Compiles every kernel variant that the launchers would start, for an architecture, without a GPU.
 
-usage: python tests/compile_kernels.py TARGET [CASE ...]      TARGET: sm_80 ... sm_120, gfx942; CASE: names of tests/cases.py
+usage: python tests/compile_kernels.py [--quick] TARGET [CASE ...]    TARGET: sm_80 ... sm_120, gfx942; CASE: names of tests/cases.py;
+--quick: one variant of each case
 
 Run without TRITON_INTERPRET. Launches are recorded, not made: each kernel's arguments are specialised as the real launcher
 would, then compiled. Prints a row per variant: kernel, case, registers' spill and binary size where the compiler says.
@@ -79,7 +80,7 @@ def low_precision(case: cases.Case, target_name: str) -> dict:
     return {"act": torch.bfloat16, "state": "e4m3+sr", "read": "int8:row" if case.K % 32 else "nvfp4", "T_max": 4}
 
 
-def main(target_name: str, names: list[str]) -> None:
+def main(target_name: str, names: list[str], quick: bool) -> None:
     """Compile all variants of the named cases (default: all) for the target."""
     if not target_name.startswith("sm_"):
         kernels.verify.dot_precision = lambda: "ieee"
@@ -87,7 +88,7 @@ def main(target_name: str, names: list[str]) -> None:
     variants = [{"act": torch.bfloat16, "W": 6, "T_max": 4}, {"act": torch.float16, "state": "fp16", "W": 32, "T_max": 16}]
     for case in [c for c in every if not names or c.name in names]:
         split = [] if case in cases.READY.values() else [low_precision(case, target_name)]  # ready gates differ in gates alone
-        for variant in variants + split:
+        for variant in variants[:1] if quick else variants + split:
             for kernel, args, kwargs in launches(case, **variant):
                 compiled = compile_launch(kernel, target_of(target_name), args, kwargs)
                 binary = compiled.asm.get("cubin", compiled.asm.get("hsaco"))
@@ -95,4 +96,5 @@ def main(target_name: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    arguments = [argument for argument in sys.argv[1:] if argument != "--quick"]
+    main(arguments[0], arguments[1:], quick="--quick" in sys.argv)

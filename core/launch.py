@@ -55,7 +55,7 @@ def decode(layout: Layout, B: int) -> Launch:
     Measured on one H200 (bench/results/h200/decode.json); other devices and batches follow the rule unmeasured. Chunks of K
     of 32 leave a row's sums to 8 threads: a third of the shuffles of 128. Tried there and not faster at batch 256: tiles of
     32 rows with two warps; a whole head with 4 or 8 warps; stages of 2 and 4; prefetching the head into the L2; a flush shared
-    by 4 or 8 programs; folding by matrix products, whose registers cost more than its instructions save.
+    by 4 or 8 programs; folding by matrix products, whose registers cost more than its instructions save (tried.json).
     """
     chunk = _chunk(layout, 32) if layout.recurrence.delta else _divisor(layout.K // layout.packed, 128)
     tile = _divisor(layout.V, 16 if layout.recurrence.delta and B >= 128 else 8)

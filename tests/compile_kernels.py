@@ -1,7 +1,8 @@
 """Compiles every kernel variant that the launchers would start, for an architecture, without a GPU.
 
-usage: python tests/compile_kernels.py [--quick] TARGET [CASE ...]    TARGET: sm_80 ... sm_120, gfx942; CASE: names of tests/cases.py;
---quick: one variant of each case
+usage: python tests/compile_kernels.py [--quick] TARGET [CASE ...]
+
+TARGET: sm_80 ... sm_120, gfx942; CASE: names of tests/cases.py, default all; --quick: one variant of each case.
 
 Run without TRITON_INTERPRET. Launches are recorded, not made: each kernel's arguments are specialised as the real launcher
 would, then compiled. Prints a row per variant: kernel, case, registers' spill and binary size where the compiler says.

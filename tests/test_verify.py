@@ -25,6 +25,25 @@ def test_random_speculation(case, T, backend):
         Speculation(case, backend, [3, 0], W, T, seed=T).walk(5 if quick else 25)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("backend", BACKENDS if GPU else ["torch"])
+@pytest.mark.parametrize("W", [8, 16, 32])
+@pytest.mark.parametrize("case", FAMILY.values(), ids=str)
+def test_five_hundred_steps(case, W, backend):
+    """Draft, keep some, commit, 500 times, rows of different T."""
+    Speculation(case, backend, [3, 0], W, T=8, seed=W).walk(500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", BACKENDS if GPU else ["torch"])
+@pytest.mark.parametrize("name", ["gdn", "kda", "mamba2"])
+def test_drift_over_ten_thousand_steps(name, backend):
+    """Outputs of every step and the state after the last, against fp64 from the first token on."""
+    Speculation(FAMILY[name], backend, [0], W=16, T=4).walk(10_000)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [*MODELS, *AWKWARD], ids=str)
 def test_every_model(case, backend):

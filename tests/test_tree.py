@@ -76,8 +76,8 @@ class Trees(Speculation):
 def test_random_trees(case, T, W, steps, backend):
     """Two requests over many windows, each row its own tree: outputs of all tokens, states and cursors."""
     run = Trees(case, backend, [2, 0], W, T, seed=T)
-    run.walk_trees(steps)
-    assert steps < 20 or min(int(run.state.cursors.flushes[slot]) for slot in run.live) > 5
+    run.walk_trees(2 + steps // 12 if slow(backend) else steps)
+    assert slow(backend) or steps < 20 or min(int(run.state.cursors.flushes[slot]) for slot in run.live) > 5
 
 
 @pytest.mark.parametrize("backend", STEP_BACKENDS)

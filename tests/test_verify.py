@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replayssm import Conv, ReplayState, reference
+from replayssm import Conv, ReplayState, launch, reference
 from tests.cases import AWKWARD, FAMILY, MODELS, READY, inputs
 from tests.harness import BACKENDS, BOUND, DEVICE, GPU, Speculation, relative_worst
 
@@ -23,6 +23,20 @@ def test_random_speculation(case, T, backend):
     quick = backend == "triton" and not GPU
     for W in {T} if quick else {T, 16, 32}:
         Speculation(case, backend, [3, 0], W, T, seed=T).walk(5 if quick else 25)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name, T", [("gdn", 1), ("mamba2", 1), ("kda", 2)])
+def test_split_heads(name, T, backend, monkeypatch):
+    """Programs that share a head, each some tiles of V: the same outputs and buffers bit for bit, flushes included."""
+    runs = []
+    for parts in (1, 2):
+        record = launch.Launch(16, 16, warps=1, SPLIT=parts)
+        monkeypatch.setattr(launch, "decode" if T == 1 else "verify", lambda layout, B, record=record: record)
+        run = Speculation(FAMILY[name], backend, [1, 0], W=2, T=T)
+        outputs = [run.step([0, 1], [T, 1], [1, 1]) for _ in range(4)]
+        runs.append([*outputs, *(x for x in run.state.buffers if x is not None)])
+    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*runs, strict=True))
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ class Ours(Contestant):
         self.w = work.w | {"A": None if derived else A}
         for layer in range(work.layers):
             self.state.load_layer(layer, work.slots.flatten(), work.states_of(layer))
+        self.state.cursors.flushes.fill_(1)  # whole windows: the work says where in theirs requests are
         if work.staggered:
             self._stagger()
         self.x = [work.entry(e) for e in range(work.entries)]
@@ -97,7 +98,7 @@ def schedule(work: Work, window: int, R: int) -> Iterator[tuple[Tensor, Tensor, 
     start = torch.zeros_like(count)
     rounds = 4 if work.staggered and work.T > 1 else 1  # all but the last let the phases settle
     for i in range(rounds * work.steps):
-        flush = flush_rule(0 * count, count, work.T, window).long()
+        flush = flush_rule(0 * count, count, work.T, window, 0).long()
         if i >= (rounds - 1) * work.steps:
             yield start.int(), count.int(), flush.int()
         start, count = committed(start, count, flush, accepted[i % work.steps], R)

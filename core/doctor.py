@@ -187,7 +187,7 @@ def _error(row: Recurrence, mode: str, state: str, device: str) -> float:
 
     A, D, bias = -rand(2).exp(), None if row.delta else rand(2), rand(*((2, 32) if row.per_channel else (2,)))
     ours = ReplayState(layout, 1, 1, device, A=None if row.stores_g else A[None])
-    oracle = Ring(row, layout.W, layout.R, A=A, dt_bias=bias, D=D)
+    oracle = Ring(row, layout.W, layout.R, layout.phases, A=A, dt_bias=bias, D=D)
     slots, begin = ints(0), rand(1, 1, 2, 16, 32)
     ours.load(slots, begin)
     oracle.load(0, begin[0, 0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .cursor import Cursors, append_row, committed, flush_rule, next_ticket
+from .cursor import Cursors, append_row, committed, flush_rule, next_ticket, phase
 from .formats import LOADED, Format, Stored
 from .layout import STORED, Buffers, Layout
 from .recurrence import L2_EPS, READOUT_G_FLOOR, epilogue, gates, unit
@@ -45,8 +45,7 @@ def plan(
     cursors: Cursors,
     out: Tensor,
     T: int,
-    W: int,
-    R: int,
+    layout: Layout,
     parents: Tensor | None = None,
     tree: Tensor | None = None,
 ) -> None:
@@ -60,9 +59,10 @@ def plan(
         torch.where(live, c[at], 0) for c in (cursors.start, cursors.count, cursors.flushes, cursors.key)
     )
     ticket = next_ticket(torch.where(live, cursors.pending[at], 0))
-    flush = live & flush_rule(torch.zeros_like(n) if force is None else force, count, n, W)
+    forced = torch.zeros_like(n) if force is None else force
+    flush = live & flush_rule(forced, count, n, layout.W, phase(at, flushes, layout.phases))
     order = flush.to(torch.int32).argsort(descending=True, stable=True)
-    append = append_row(start, count, R)
+    append = append_row(start, count, layout.R)
     columns = (slots, start, count, n, flush, append, first, rows, ticket, order, flushes, key, key >> 32)
     out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
     scatter(cursors.pending, slots, ticket)

@@ -130,6 +130,8 @@ class Layout:
             ones. It never reaches the recurrence; docs/precision.md has the measured output errors.
         conv: the causal convolution whose window the core keeps, or None where the engine keeps it.
         order: "head" or "token": which of head and row is outermost in allocated rings.
+        stagger: whether a request's first window is shorter by a phase of its slot, so that requests admitted together do not
+            fold together; off, a request's bits do not depend on its slot.
         seed: of stochastic rounding, below 2^32; random bits also depend on a request's key, its folds so far and the layer.
 
     Raises:
@@ -150,6 +152,7 @@ class Layout:
     u: torch.dtype | None = None
     conv: Conv | None = None
     order: Literal["head", "token"] = "head"
+    stagger: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -194,6 +197,11 @@ class Layout:
     def KG(self) -> int:
         """Width of g: 1, or K with per-channel decay."""
         return self.K if self.recurrence.per_channel else 1
+
+    @property
+    def phases(self) -> int:
+        """How many lengths a first window can have."""
+        return self.W if self.stagger else 1
 
     @property
     def format(self) -> formats.Format:

@@ -50,7 +50,7 @@ def plan(
     """
     if slots.shape[0]:
         rules = _cursor_backend(backend)
-        rules.plan(slots, t, force, cu_seqlens, cursors, out, T, layout.W, layout.R, parents, tree)
+        rules.plan(slots, t, force, cu_seqlens, cursors, out, T, layout, parents, tree)
 
 
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, layout: Layout, backend: str) -> None:

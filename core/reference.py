@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .cursor import committed, flush_rule
+from .cursor import committed, flush_rule, phase
 from .recurrence import Recurrence, epilogue, gates, unit
 
 
@@ -74,11 +74,11 @@ class Ring:
     """The ring contract of one layer in fp64, for a dictionary of live slots.
 
     A step's tokens are dictionaries of the per-token arguments of ``decode``, each with a leading dimension of 1;
-    ``weights`` holds A, dt_bias and D, which all tokens share.
+    ``phases`` is the layout's; ``weights`` holds A, dt_bias and D, which all tokens share.
     """
 
-    def __init__(self, row: Recurrence, W: int, R: int, **weights: Tensor | None) -> None:
-        self.row, self.W, self.R, self.weights = row, W, R, weights
+    def __init__(self, row: Recurrence, W: int, R: int, phases: int, **weights: Tensor | None) -> None:
+        self.row, self.W, self.R, self.phases, self.weights = row, W, R, phases, weights
         self.slots: dict[int, Slot] = {}
 
     def load(self, slot: int, state: Tensor) -> None:
@@ -99,7 +99,7 @@ class Ring:
         Token i follows token parents[i] < i, or the committed records where that is -1; None: the token before.
         """
         s = self.slots[slot]
-        s.flush = bool(flush_rule(force, s.count, len(tokens), self.W))
+        s.flush = bool(flush_rule(force, s.count, len(tokens), self.W, phase(slot, s.flushes, self.phases)))
         if s.flush:
             _, s.checkpoint = self._run(s.checkpoint, s.records)
             s.records = []

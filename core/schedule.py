@@ -1,14 +1,15 @@
 """Flush scheduling: when a step folds, which window a layer wants, what that costs.
 
-The rule itself is ``cursor.flush_rule``. An engine may force a flush; it never decides one.
+The rule itself is ``cursor.flush_rule``, with ``cursor.phase`` against steps on which all requests fold. An engine may force
+a flush; it never decides one.
 """
 
 from __future__ import annotations
 
-from .cursor import flush_rule
+from .cursor import flush_rule, phase
 from .layout import Layout
 
-__all__ = ["best_window", "flush_rule"]
+__all__ = ["best_window", "flush_rule", "phase"]
 
 
 def best_window(layout: Layout, windows: range = range(1, 65), tokens: int = 1, acceptance: float = 1.0) -> int:

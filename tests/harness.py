@@ -121,7 +121,7 @@ class Speculation:
         total = max(slots) + 2
         self.state = ReplayState(self.layout, 1, total, DEVICE, backend, A=A, max_rows=total + 4, debug=True)
         self.weights = {name: x if x is None else x.to(DEVICE) for name, x in w.items() if not (derived and name == "A")}
-        self.ring = reference.Ring(self.layout.recurrence, W, self.layout.R, **w)
+        self.ring = reference.Ring(self.layout.recurrence, W, self.layout.R, self.layout.phases, **w)
         for x in self.state.buffers:
             if x is not None:
                 fill_nan(x)

@@ -100,7 +100,7 @@ def test_our_own_error_ends_the_run(on_cpu, monkeypatch):
 def test_cursors_that_peers_take_ready_made():
     """They move as ours do on the device, over the same accepted tokens."""
     layout = Layout(GDN, 1, 1, 16, 16, W=4, T_max=2)
-    one = work.Work(layout, 1, 3, T=2, steps=9, staggered=False, device="cpu")
+    one = work.Work(layout, 1, 8, T=2, steps=9, staggered=False, device="cpu")
     ours = Ours(one)
     for i, (start, count, flush) in enumerate(contest.schedule(one, layout.W, layout.R)):
         assert torch.equal(start, ours.state.cursors.start) and torch.equal(count, ours.state.cursors.count), i

@@ -59,8 +59,8 @@ def test_json_has_every_number():
     assert answer["identical"] is model["identical"] is True
     assert model["prompt_tokens"] == [90, 60, 30]
     assert model["new_tokens"] == 30 and len(model["text"]) == 3
-    # 29 decode steps: five records, then a fold before each five more.
-    assert model["flushes"] == [5] * 3
+    # 29 decode steps: five records in the first row, two and four in the others, then a fold before each five more.
+    assert model["flushes"] == [5, 6, 5]
     assert model["family"] == "kda" and model["layers"] == 3 and model["window"] == 5
     # H = 2, V = K = 64 in fp32, three layers.
     assert model["stock"]["read"] == model["stock"]["written"] == model["stock"]["memory"] == 3 * 2 * 64 * 64 * 4

@@ -1,7 +1,11 @@
 """The cursor state machine against a plain Python model: every cursor and plan column, whatever the order of calls."""
 
+import itertools
+import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import pytest
 import torch
@@ -30,16 +34,72 @@ def table(plan: Plan) -> list[dict[str, int]]:
 # ---- the rules themselves -------------------------------------------------------------------------------------------
 
 
+def short(slot: int, W: int) -> int:
+    """Records by which the first window of a slot is shorter: W times the fraction of slot times the golden ratio."""
+    return math.floor(W * (slot * Fraction(40503, 2**16) % 1))
+
+
 @pytest.mark.parametrize("W", [1, 2, 7])
 def test_flush_rule_at_every_count(W):
-    """A step folds first iff it is forced or its tokens do not fit: a full window is kept, never cut short."""
-    for count in range(W + 1):
-        for t in range(W + 1):
-            for force in (False, True, 0, 1, 5):
-                expected = bool(force) or count + t > W
-                assert bool(cursor.flush_rule(force, count, t, W)) == expected
-                tensor = cursor.flush_rule(torch.tensor(force), torch.tensor(count), torch.tensor(t), W)
-                assert bool(tensor) == expected
+    """A step folds first iff it is forced or its tokens do not fit, or it has some and the short window is full.
+
+    An empty ring is never folded unforced; a whole window (phase 0) is not cut short; afterwards at most W records are live.
+    """
+    for count, t, phase in itertools.product(range(W + 1), range(W + 1), range(W)):
+        for force in (False, True, 0, 1, 5):
+            expected = bool(force) or count + t > W or (t > 0 and count >= W - phase)
+            assert bool(cursor.flush_rule(force, count, t, W, phase)) == expected
+            tensors = (torch.tensor(x) for x in (force, count, t))
+            assert bool(cursor.flush_rule(*tensors, W, torch.tensor(phase))) == expected
+        flush = bool(cursor.flush_rule(0, count, t, W, phase))
+        assert cursor.committed(0, count, int(flush), t, 2 * W)[1] <= W
+        assert not (flush and count == 0) and not (flush and t == 0)
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(0, 5), st.integers(1, 256))
+def test_phase_of_a_slot(slot, flushes, W):
+    """Before the first fold alone, the same for integers and tensors; 0 where there is one phase, and for slot 0."""
+    expected = 0 if flushes else short(slot, W)
+    assert cursor.phase(slot, flushes, W) == expected < W
+    assert int(cursor.phase(torch.tensor(slot), torch.tensor(flushes, dtype=torch.int32), W)) == expected
+    assert cursor.phase(slot, 0, 1) == cursor.phase(0, 0, W) == 0
+
+
+def folds(slots: Iterable[int], W: int, steps: int, T: int = 1, stagger: bool = True) -> list[int]:
+    """How many of these slots, all loaded before step 0, fold on each of the steps; all T tokens of a step stay."""
+    slot, count = torch.tensor(list(slots)), 0
+    count, flushes, folding = torch.zeros_like(slot), torch.zeros_like(slot), []
+    for _ in range(steps):
+        flush = cursor.flush_rule(0, count, T, W, cursor.phase(slot, flushes, W if stagger else 1)).long()
+        _, count = cursor.committed(0, count, flush, T, W + T)
+        flushes += flush
+        folding.append(int(flush.sum()))
+    return folding
+
+
+@pytest.mark.parametrize("W, T", [(8, 1), (11, 1), (16, 1), (18, 1), (20, 1), (16, 4), (32, 8)])
+def test_requests_admitted_together_fold_apart(W, T):
+    """256 requests, slots in a row or strided, from the first window on: no step has many more folds than the mean."""
+    cycle = W // T
+    for stride in (1, 2, 3, 4, 5, 8, 16, 17, 32, 256):
+        each = folds(range(5, 5 + 256 * stride, stride), W, 4 * cycle + 1, T)
+        assert each[0] == 0, "empty rings"
+        for at in range(1, 4 * cycle, cycle):
+            window = each[at : at + cycle]
+            assert sum(window) == 256 and max(window) * cycle <= (1.15 if stride == 1 else 1.3) * 256
+    assert max(folds(range(256), W, 4 * cycle, T, stagger=False)) == 256
+
+
+@pytest.mark.parametrize("W", [8, 11, 16, 18, 20])
+def test_staggering_costs_few_folds(W):
+    """256 requests of some 500 tokens, of each length in a window's width: at most half a fold more per request, below 3 %."""
+    lengths = range(500 - W // 2, 500 - W // 2 + W)
+    plain, ours = (
+        sum(sum(each[:n]) for n in lengths)
+        for each in (folds(range(256), W, lengths[-1], stagger=stagger) for stagger in (False, True))
+    )
+    assert plain == 256 * sum((n - 1) // W for n in lengths)
+    assert plain < ours <= plain + 0.5 * 256 * W and ours <= 1.03 * plain
 
 
 @given(st.integers(1, 40), st.integers(0, 8), st.data())
@@ -125,7 +185,8 @@ class Both:
             s = self.slots[slot] if live else Slot()
             n = t[i] if live else 0
             ticket = s.pending + 2 if s.pending % 2 else s.pending + 1
-            flush = live and (bool(force and force[i]) or s.count + n > self.layout.W)
+            W, phase = self.layout.W, 0 if s.flushes or not self.layout.stagger else short(slot, self.layout.W)
+            flush = live and (bool(force and force[i]) or s.count + n > W or (n > 0 and s.count >= W - phase))
             append = (s.start + s.count) % self.layout.R
             rows = t[i] if style == "packed" else T
             low = (s.key + 2**31) % 2**32 - 2**31  # as int32
@@ -195,9 +256,9 @@ class Both:
                 self.slots[b] = Slot(old[a].start, old[a].count, pending, old[a].flushes, old[a].key)
 
 
-def some_layout(W: int, T_max: int, extra: int) -> Layout:
+def some_layout(W: int, T_max: int, extra: int, stagger: bool = True) -> Layout:
     T_max = 1 + (T_max - 1) % W
-    return CASE.layout(W=W, T_max=T_max, R=W + T_max + extra)
+    return CASE.layout(W=W, T_max=T_max, R=W + T_max + extra, stagger=stagger)
 
 
 ROWS = st.lists(st.sampled_from([-1, -9, 0, 1, 2, 3]), max_size=6, unique=True)
@@ -207,9 +268,9 @@ KEYS = st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), min_size=6, max_si
 
 
 class CursorMachine(RuleBasedStateMachine):
-    @initialize(W=st.integers(1, 6), T_max=st.integers(1, 6), extra=st.integers(0, 2))
-    def start(self, W, T_max, extra):
-        self.both = Both(some_layout(W, T_max, extra), "torch")
+    @initialize(W=st.integers(1, 6), T_max=st.integers(1, 6), extra=st.integers(0, 2), stagger=st.booleans())
+    def start(self, W, T_max, extra, stagger):
+        self.both = Both(some_layout(W, T_max, extra, stagger), "torch")
 
     @rule(slots=ROWS, style=st.sampled_from(["one", "each", "packed"]), t=SMALL, force=FLAGS, wide=st.booleans())
     def plan(self, slots, style, t, force, wide):
@@ -281,7 +342,10 @@ def test_random_walk(backend, seed):
 @pytest.mark.parametrize("wide", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_count_force_and_t(backend, wide):
-    """Counts 0 ... W by t 0 ... T_max by force by accepted 0 ... t: more rows than one program of the kernel takes."""
+    """Counts 0 ... W by t 0 ... T_max by force by accepted 0 ... t: more rows than one program of the kernel takes.
+
+    Of their slots half have folded before, and so have whole windows.
+    """
     W, T_max, R = 7, 3, 11
     steps = [(t, accepted) for t in range(T_max + 1) for accepted in range(t + 1)]
     grid = [(count, t, force, accepted) for count in range(W + 1) for force in (0, 1) for t, accepted in steps]
@@ -290,24 +354,29 @@ def test_every_count_force_and_t(backend, wide):
     state = ReplayState(CASE.layout(W=W, T_max=T_max, R=R), 1, len(grid), DEVICE, backend)
     state.cursors.count.copy_(ints([count for count, *_ in grid]))
     state.cursors.start.copy_(ints([slot % R for slot in range(len(grid))]))
+    state.cursors.flushes.copy_(ints([slot % 2 for slot in range(len(grid))]))
+    folds_first = [
+        bool(forced or count + n > W or (n and slot % 2 == 0 and count >= W - short(slot, W)))
+        for slot, (count, n, forced, _) in enumerate(grid)
+    ]
     t, force, accepted = (ints([grid[slot][i] for slot in order], wide) for i in (1, 2, 3))
     plan = state.plan(ints(order, wide), t=t, force=force)
     rows = table(plan)
     in_order(rows)
     assert rows == table(plan)
     for row, slot in zip(rows, order, strict=True):
-        count, n, forced, _ = grid[slot]
-        assert row["flush"] == (1 if forced or count + n > W else 0)
+        count, n, _, _ = grid[slot]
+        assert row["flush"] == int(folds_first[slot])
         assert (row["slot"], row["start"], row["count"], row["t"]) == (slot, slot % R, count, n)
         assert row["append"] == (slot % R + count) % R
     assert (state.cursors.pending == 1).all()
     state.commit(plan, accepted)
     got = list(zip(*(x.cpu().tolist() for x in state.cursors[:4]), strict=True))
-    for slot, (count, n, forced, kept) in enumerate(grid):
-        if forced or count + n > W:
-            assert got[slot] == ((slot + count) % R, kept, 2, 1)
+    for slot, (count, _, _, kept) in enumerate(grid):
+        if folds_first[slot]:
+            assert got[slot] == ((slot + count) % R, kept, 2, slot % 2 + 1)
         else:
-            assert got[slot] == (slot % R, count + kept, 2, 0)
+            assert got[slot] == (slot % R, count + kept, 2, slot % 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -207,7 +207,7 @@ def test_step_bytes_with_random_acceptance(tokens, window):
     layout = FAMILY["gdn"].layout(W=window, T_max=tokens, act=BF16)
     draw, count, total, steps = random.Random(0), 0, 0, 200_000
     for _ in range(steps):
-        flush = bool(flush_rule(0, count, tokens, window))
+        flush = bool(flush_rule(0, count, tokens, window, 0))
         total += layout.state_bytes + layout.record_bytes * tokens
         total += layout.state_bytes + count * layout.fold_bytes if flush else count * layout.read_bytes
         accepted = 1
@@ -231,7 +231,7 @@ def test_step_bytes_are_the_mean_of_real_steps(case, window):
     layout = case.layout(W=window, act=BF16)
     S, start, count, total, steps = layout.state_bytes, 0, window, 0, 5 * window
     for _ in range(steps):
-        flush = bool(flush_rule(0, count, 1, window))
+        flush = bool(flush_rule(0, count, 1, window, 0))
         readout = 0 if flush else count * layout.read_bytes
         total += S + readout + layout.record_bytes + (S + count * layout.fold_bytes if flush else 0)
         start, count = committed(start, count, int(flush), 1, layout.R)

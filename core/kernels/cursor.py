@@ -8,12 +8,13 @@ from torch import Tensor
 
 from .. import cursor
 from ..cursor import PLAN_WIDTH, Cursors
+from ..layout import Layout
 from .arguments import on_device
 
 # The interpreter runs plain functions as they are, and wants to see `tl` in the module of a jitted one.
 _device = (lambda rule: rule) if triton.knobs.runtime.interpret else triton.jit
-flush_rule, append_row, next_ticket, committed = map(
-    _device, (cursor.flush_rule, cursor.append_row, cursor.next_ticket, cursor.committed)
+phase, flush_rule, append_row, next_ticket, committed = map(
+    _device, (cursor.phase, cursor.flush_rule, cursor.append_row, cursor.next_ticket, cursor.committed)
 )
 BLOCK = 128
 
@@ -49,6 +50,7 @@ def _plan_kernel(
     ROUNDS: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
+    PHASES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -64,6 +66,7 @@ def _plan_kernel(
 
     start = tl.load(cursors.start + slot, mask=live, other=0)
     count = tl.load(cursors.count + slot, mask=live, other=0)
+    flushes = tl.load(cursors.flushes + slot, mask=live, other=0)
     ticket = next_ticket(tl.load(cursors.pending + slot, mask=live, other=0))
     n, first, rows = i_b * 0 + T, i_b * T, i_b * 0 + T
     if cu_seqlens is not None:
@@ -76,7 +79,7 @@ def _plan_kernel(
     if force is not None:
         forced = tl.load(force + i_b, mask=m_b, other=0).to(tl.int32)
     n = tl.where(live, n, 0)
-    flush = (live & flush_rule(forced, count, n, W)).to(tl.int32)
+    flush = (live & flush_rule(forced, count, n, W, phase(slot, flushes, PHASES))).to(tl.int32)
 
     p = plan + i_b * WIDTH
     tl.store(p, slot.to(tl.int32), mask=m_b)
@@ -89,7 +92,7 @@ def _plan_kernel(
     tl.store(p + 7, rows, mask=m_b)
     tl.store(p + 8, ticket, mask=m_b)
     key = tl.load(cursors.key + slot, mask=live, other=0)
-    tl.store(p + 10, tl.load(cursors.flushes + slot, mask=live, other=0), mask=m_b)
+    tl.store(p + 10, flushes, mask=m_b)
     tl.store(p + 11, key.to(tl.int32), mask=m_b)
     tl.store(p + 12, (key >> 32).to(tl.int32), mask=m_b)
     before = tl.cumsum(flush, 0)
@@ -144,8 +147,7 @@ def plan(
     cursors: Cursors,
     out: Tensor,
     T: int,
-    W: int,
-    R: int,
+    layout: Layout,
     parents: Tensor | None = None,
     tree: Tensor | None = None,
 ) -> None:
@@ -167,8 +169,9 @@ def plan(
             T=T,
             T_MAX=T_max,
             ROUNDS=(T_max - 1).bit_length(),
-            W=W,
-            R=R,
+            W=layout.W,
+            R=layout.R,
+            PHASES=layout.phases,
             WIDTH=PLAN_WIDTH,
             BLOCK=block,
             num_warps=min(16, max(1, block // 128)),

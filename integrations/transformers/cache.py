@@ -20,7 +20,7 @@ class Replay:
     """One cache's ReplayState, shared by all recurrent layers: slot b is row b; made when the first layer loads.
 
     While the cache records its past, a step stays uncommitted until the cache is cropped or anything else needs the state:
-    ``pending`` is its plan then. ``count`` follows on the host what the cursors of all rows count on the device.
+    ``pending`` is its plan then. ``count`` follows on the host what the first row's cursor counts on the device.
 
     Args:
         layout, layers: of the model.
@@ -78,15 +78,31 @@ class Replay:
             )
         if self.pending is not None:
             tokens, kept = self.pending.T, self.pending.T - dropped
-            self.speculation = self.speculation.and_a_step(tokens, kept, self.count)
+            self.speculation = self.speculation.and_a_step(tokens, kept, self.count, self._flush(tokens))
             self._commit(kept)
 
     def _commit(self, kept: int) -> None:
         t = self.pending.T
         self.state.commit(self.pending, torch.full_like(self.slots, kept) if kept < t else None)
-        flush = int(flush_rule(0, self.count, t, self.layout.W))
+        flush = self._flush(t)
         _, self.count = committed(0, self.count, flush, kept, self.layout.R)
         self.pending = None
+
+    def _flush(self, t: int) -> int:
+        """Whether the first row folds: all its windows are whole, since slot 0 has no phase."""
+        return int(flush_rule(0, self.count, t, self.layout.W, phase=0))
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+        self.settle()
+        self.state.copy(self.slots[index], self.slots)
+        self.count = int(self.state.cursors.count[0])
+
+    def reset(self) -> None:
+        """All rows start anew."""
+        self.settle()
+        self.state.reset(self.slots)
+        self.count = 0
 
     def drafts(self, t: int, begun: bool, announced: int | None) -> int:
         """How many of a forward's last tokens are steps of ours; those before them are transformers' own prefill.
@@ -143,15 +159,12 @@ class ReplayedState:
     def zero_(self) -> None:
         """``cache.reset()``: all layers at once, when the first asks."""
         if self.layer == 0 and self.replay.state is not None:
-            self.replay.settle()
-            self.replay.state.reset(self.replay.slots)
-            self.replay.count = 0
+            self.replay.reset()
 
     def index_select(self, dim: int, index: Tensor) -> ReplayedState:
         """``cache.reorder_cache(index)``: all layers at once, when the first asks."""
         if self.layer == 0 and self.replay.state is not None:
-            self.replay.settle()
-            self.replay.state.copy(self.replay.slots[index], self.replay.slots)
+            self.replay.reorder(index)
         return self
 
     def to(self, *args, **kwargs) -> ReplayedState:

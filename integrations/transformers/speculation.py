@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ... import Layout
-from ...cursor import flush_rule
 from ...layout import Traffic
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """The steps of one cache whose tokens could be taken back. Figures are those of one row, over all recurrent layers.
+    """The steps of one cache whose tokens could be taken back. Figures are those of the first row, over all recurrent layers.
 
     The snapshots meant here are how rollback is done otherwise: every token of a step writes a state of its own.
 
@@ -32,9 +31,8 @@ class Speculation:
     folded: int = 0
     flushes: int = 0
 
-    def and_a_step(self, tokens: int, kept: int, count: int) -> Speculation:
-        """These steps and one more, which found `count` records in the ring."""
-        flush = int(flush_rule(0, count, tokens, self.layout.W))
+    def and_a_step(self, tokens: int, kept: int, count: int, flush: int) -> Speculation:
+        """These steps and one more, which found `count` records in the ring and folded them if flush is 1."""
         return replace(
             self,
             steps=self.steps + 1,

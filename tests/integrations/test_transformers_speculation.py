@@ -190,7 +190,7 @@ def test_speculation_counts_bytes_by_hand():
     2584 and a fold 1568. A step that finds 12 records and one that finds 15, and so flushes; they keep 3 and 1 of 4 and 2."""
     of = Speculation(Layout(GDN, 4, 2, 128, 128, W=16, T_max=4, u=torch.float32), layers=3)
     assert math.isnan(of.acceptance) and math.isnan(of.replay_bytes.total) and of.snapshots_avoided == 0
-    of = of.and_a_step(4, 3, count=12).and_a_step(2, 1, count=15)
+    of = of.and_a_step(4, 3, count=12, flush=0).and_a_step(2, 1, count=15, flush=1)
     assert of.acceptance == 2.0 and of.snapshots_avoided == 18
     assert (of.snapshot_bytes.read, of.snapshot_bytes.written) == (3 * 2 * 262144 / 4, 3 * 6 * 262144 / 4)
     assert of.replay_bytes.read == 3 * (2 * 262144 + 12 * 2584 + 15 * 1568) / 4
@@ -240,19 +240,29 @@ def test_crop(models, name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_reset_and_reorder_with_drafts_under_way(models, name):
+    """The second row has folded then and the first has not: the host follows what the first becomes."""
     model, tokens = models(name), rows_of_text(name, 2, 60)
     order = torch.tensor([1, 1])
     steps = forced(model, new_cache(model), tokens[order], [30, *[1] * 10])
-    with enable(model, draft_tokens=DRAFTS, debug=True):
+    with enable(model, window=6, draft_tokens=DRAFTS, debug=True):
         cache = new_cache(model)
         cache.activate_past_recording()
-        forced(model, cache, tokens, [30, 4])
+        forced(model, cache, tokens, [30, 4, 2])
+        replay = next(layer.recurrent_states[0].replay for layer in cache.layers if hasattr(layer, "recurrent_states"))
+
+        def followed() -> bool:
+            return int(state_of(cache).cursors.count[0]) == replay.count
+
+        assert followed() and state_of(cache).cursors.count.tolist() == [6, 2]
+        forced(model, cache, tokens[:, 36:], [1])
         cache.reorder_cache(order)
-        assert largest_difference(forced(model, cache, tokens[order][:, 34:], [4])[:, -1], steps[:, 8]) < LOGITS
+        assert followed() and replay.count == 3
+        assert largest_difference(forced(model, cache, tokens[order][:, 37:], [3])[:, -1], steps[:, 10]) < LOGITS
+        assert followed() and replay.count == 6
         for layer in cache.layers:
             if hasattr(layer, "recurrent_states"):
                 layer.reset()
-        assert not state_of(cache).materialize(torch.arange(2)).any()
+        assert not state_of(cache).materialize(torch.arange(2)).any() and followed()
 
 
 # ---- on, off, and what is refused ----------------------------------------------------------------------------------

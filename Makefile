@@ -1,7 +1,7 @@
 .PHONY: demo test lint gpu gpu-bench
 
 demo: .venv/stamp
-	.venv/bin/replayssm run --model qwen3.5 --model nemotron-h --model kimi-linear
+	.venv/bin/replayssm run
 
 test: .venv/stamp
 	ci/cpu

@@ -250,6 +250,19 @@ def test_extras_that_are_missing():
     assert done.stderr == "replayssm: transformers is not installed; pip install 'replayssm[cli,transformers]'\n"
 
 
+def test_a_trained_model_of_the_package(tmp_path, monkeypatch):
+    """It is named as presets are, and listed; no preset hides it."""
+    assert not set(presets.TRAINED) & set(presets.PRESETS)
+    assert presets.DEFAULTS == (tuple(presets.TRAINED) or ("qwen3.5", "nemotron-h", "kimi-linear"))
+    for one in presets.build("qwen3.5"):
+        one.save_pretrained(tmp_path)
+    monkeypatch.setitem(presets.TRAINED, "tiny", tmp_path)
+    listed = CliRunner().invoke(app, ["presets"])
+    assert any(line.split()[:3] == ["tiny", "Qwen3_5ForCausalLM", "trained"] for line in listed.output.splitlines())
+    done = CliRunner().invoke(app, ["run", "--model", "tiny", "--max-new-tokens", "2"])
+    assert done.exit_code == 0 and "tiny: 3 gdn layers" in done.output, done.output
+
+
 def test_help_names_the_commands():
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0

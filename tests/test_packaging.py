@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"core": "replayssm", "integrations": "replayssm/integrations", "bench": "replayssm/bench"}
 
+TRAINED = [f"integrations/transformers/models/of-the-test/{name}" for name in ("config.json", "model.safetensors")]
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
@@ -21,6 +23,9 @@ def wheel(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in TRAINED:  # as training/ makes them
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(source / "dist"), str(source)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -38,7 +43,7 @@ def test_wheel_holds_every_file(wheel):
     }
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert {"replayssm/__init__.py", "replayssm/kernels/__init__.py", "replayssm/integrations/__init__.py"} <= expected
-    assert shipped == expected
+    assert shipped == expected | {f"replayssm/{name}" for name in TRAINED}
 
 
 def test_metadata(wheel):

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import bench, figures, report
 from .doctor import doctor
 from .plan import plan
-from .refuse import refuse
+from .refuse import PRESETS, refuse, with_transformers
 
 app = typer.Typer(
     help="Decode recurrent layers from a checkpoint and a ring of recent inputs.",
@@ -30,7 +30,10 @@ app.command()(doctor)
 
 @app.command()
 def run(
-    model: Annotated[list[str], typer.Option(help="A preset or the folder of a Hugging Face checkpoint; may be repeated.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A model of `replayssm presets` or a Hugging Face folder; may be repeated; default: one a family."),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; default: the opening of Pride and Prejudice.")] = None,
     window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, each row.")] = 256,
@@ -45,11 +48,11 @@ def run(
 
     Exit code 0: identical tokens. 1: tokens differ. 2: bad input.
     """
-    compare = _compare()
+    compare, known = with_transformers(".compare"), with_transformers(PRESETS)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
         options = (prompt, window, max_new_tokens, batch, device, dtype, speculate, draft_tokens)
-        jobs = [compare.prepare(name, *options) for name in model]
+        jobs = [compare.prepare(name, *options) for name in model or known.DEFAULTS]
     except (ValueError, NotImplementedError, OSError) as error:
         refuse(error)
     results = []
@@ -68,15 +71,6 @@ def run(
 
 @app.command()
 def presets() -> None:
-    """List the small random-weight models that ``run`` can build without a download."""
-    report.presets(_compare().PRESETS.values())
-
-
-def _compare():
-    try:
-        from . import compare
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("transformers", "tokenizers"):
-            raise
-        refuse(f"{missing.name} is not installed; pip install 'replayssm[cli,transformers]'")
-    return compare
+    """List the small models that ``run`` and ``drift`` take without a download: trained ones, and random weights."""
+    known = with_transformers(PRESETS)
+    report.presets(known.TRAINED, known.PRESETS.values())

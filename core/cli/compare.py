@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers as hf
@@ -13,10 +12,9 @@ from torch import Tensor
 from transformers.generation import BaseStreamer
 
 from ..integrations.transformers import Speculation, enable, speculation_of, state_of
-from ..integrations.transformers.presets import PRESETS, book, build, pieces
+from ..integrations.transformers.presets import book, pieces
 from ..layout import Traffic
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from .loading import load, named_device, named_dtype
 
 
 @dataclass(frozen=True)
@@ -111,29 +109,19 @@ def prepare(
     Raises:
         ValueError, NotImplementedError, OSError: what cannot run, by name of the option.
     """
-    hf.logging.set_verbosity_error()
-    hf.logging.disable_progress_bar()
     for option, value in (("max-new-tokens", max_new_tokens), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{option}: expected >= 1, got {value}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    number = named_dtype(dtype)
     if prompt == "":
         raise ValueError("prompt: expected text, got ''")
     drafts = _drafts(speculate, draft_tokens, batch, max_new_tokens)
-    where = _device(device)
-    if name in PRESETS:
-        torch.set_num_threads(1)  # their tensors are too small to share: on a busy machine two threads are many times slower
-        model, tokenizer = build(name)
-        model = model.to(DTYPES[dtype])
-    else:
-        model, tokenizer = _checkpoint(name, DTYPES[dtype])
-    model = model.to(where).eval()
+    model, tokenizer = load(name, number, named_device(device))
     with enable(model, window=window, draft_tokens=drafts):  # what cannot be enabled is refused before anything runs
         if drafts and model._is_stateful:
             raise NotImplementedError(f"speculate: transformers has no assisted generation for {type(model).__name__}")
     batch_inputs = tokenizer(pieces(book() if prompt is None else prompt, batch), return_tensors="pt", padding=batch > 1)
-    inputs = {key: batch_inputs[key].to(where) for key in ("input_ids", "attention_mask")}
+    inputs = {key: batch_inputs[key].to(model.device) for key in ("input_ids", "attention_mask")}
     return Job(name, model, tokenizer, inputs, window, max_new_tokens, dtype, drafts)
 
 
@@ -194,35 +182,6 @@ def _drafted(of: Speculation, draft_tokens: int) -> Drafted:
 
 def _cost(traffic: Traffic, memory: int, milliseconds: float | None) -> Cost:
     return Cost(traffic.read, traffic.written, memory, milliseconds)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device: expected a device of this machine, which has {torch.cuda.device_count()} CUDA GPUs, got {name!r}"
-        )
-    return device
-
-
-def _checkpoint(name: str, dtype: torch.dtype) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
-    """The model and tokenizer of a local folder."""
-    if not (Path(name) / "config.json").is_file():
-        raise ValueError(f"model: expected a preset ({', '.join(PRESETS)}) or a folder with a config.json, got {name!r}")
-    config = hf.AutoConfig.from_pretrained(name, local_files_only=True)
-    architecture = getattr(hf, (config.architectures or ["none"])[0], None)
-    if architecture is None:
-        raise NotImplementedError(f"model: transformers has no class {config.architectures} as {name!r} asks for")
-    model = architecture.from_pretrained(name, dtype=dtype, local_files_only=True)
-    tokenizer = hf.AutoTokenizer.from_pretrained(name, local_files_only=True, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
 
 
 class _Clock(BaseStreamer):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -73,9 +75,12 @@ def _speculation(console: Console, drafted: Drafted, replay: Cost) -> None:
     )
 
 
-def presets(every: Iterable[Preset]) -> None:
-    """Print the presets, one a line."""
+def presets(trained: dict[str, Path], every: Iterable[Preset]) -> None:
+    """Print the models that need no download, one a line: the trained ones, then presets of random weights."""
     table = Table("preset", "class", "what it is", box=None, pad_edge=False)
+    for name, folder in trained.items():
+        (model,) = json.loads((folder / "config.json").read_text())["architectures"]
+        table.add_row(name, model, "trained on English text in the public domain")
     for preset in every:
         table.add_row(preset.name, preset.model, preset.about)
     Console(highlight=False).print(table)

@@ -31,6 +31,10 @@ class Preset:
 
 
 PRESETS = {one["name"]: Preset(**one) for one in json.loads((HERE / "presets.json").read_text())}
+# The trained models that the package ships, made by training/: name -> Hugging Face folder.
+TRAINED = {path.parent.name: path.parent for path in sorted((HERE / "models").glob("*/config.json"))}
+# What commands take where no model is named.
+DEFAULTS = tuple(TRAINED) or ("qwen3.5", "nemotron-h", "kimi-linear")
 
 
 def book() -> str:

@@ -141,7 +141,7 @@ def drift(rows: Rows) -> Figure:
         for (format,), line in group(of, "format").items():
             points = sorted((position(row), row["kl_mean"]) for row in line)
             at.plot(*zip(*points, strict=True), marker="o", ms=3, label=format)
-        at.set_xlabel("tokens")
+        _powers(at, "tokens", map(position, of))
         at.set_yscale("log")
         at.legend(fontsize=7)
     axes[0].set_ylabel("mean KL divergence")

@@ -57,7 +57,11 @@ SECTIONS: dict[str, tuple[Part, ...]] = {
         Part("verify", table=tables.verify),
     ),
     "materialize": (Part("materialize", figure="materialize", table=tables.materialize),),
-    "drift": (Part("drift", needs=("model", "format", "position", "kl_mean"), figure="drift", table=tables.drift),),
+    "drift": (
+        Part("drift", "conventional", table=tables.conventional),
+        Part("drift", needs=("model", "format", "position", "kl_mean"), figure="drift", table=tables.drift),
+        Part("drift", needs=("kl_p99", "top1", "state_error"), table=tables.drift_end),
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .peers import replays
@@ -98,9 +98,38 @@ def position(row: Row) -> int:
 
 def drift(rows: Sequence[Row]) -> str:
     """Per model and format: mean KL divergence at each position."""
+    return "Mean KL divergence from it, nats:\n\n" + _over_positions(
+        rows, ("model", "format"), lambda row: f"{row['kl_mean']:.1e}"
+    )
+
+
+def conventional(rows: Sequence[Row]) -> str:
+    """Per model: the conventional run's own loss at each position."""
+    return "Loss of the conventional run, nats a token:\n\n" + _over_positions(
+        rows, ("model",), lambda row: _shown(row["loss"], ".3f")
+    )
+
+
+def drift_end(rows: Sequence[Row]) -> str:
+    """Per model and format, at the last positions: KL divergence's 99th percentile, top-1 agreement, recall, state error."""
+    last = max(map(position, rows))
+    columns = ("model", "format", "KL, 99th percentile", "top-1 agreement", "loss", "recall", "state error, worst layer")
+    return f"At the last positions, to {last:,} tokens:\n\n" + table(columns, [
+        (row["model"], row["format"], f"{row['kl_p99']:.1e}", f"{row['top1']:.2%}", _shown(row["loss"], ".3f"),
+         _shown(row["recall"], ".1%"), "-" if None in row["state_error"] else f"{max(row['state_error']):.1e}")
+        for row in rows if position(row) == last
+    ])  # fmt: skip
+
+
+def _over_positions(rows: Sequence[Row], keys: Sequence[str], cell: Callable[[Row], str]) -> str:
+    """A line per group of rows, a column per position."""
     positions = sorted(set(map(position, rows)))
     lines = []
-    for (model, format), of in group(rows, "model", "format").items():
-        at = {position(row): f"{row['kl_mean']:.1e}" for row in of}
-        lines.append((model, format, *(at.get(tokens, "-") for tokens in positions)))
-    return table(("model", "format", *(f"{tokens:,} tokens" for tokens in positions)), lines)
+    for values, of in group(rows, *keys).items():
+        at = {position(row): cell(row) for row in of}
+        lines.append((*values, *(at.get(tokens, "-") for tokens in positions)))
+    return table((*keys, *(f"{tokens:,} tokens" for tokens in positions)), lines)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

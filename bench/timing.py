@@ -72,17 +72,17 @@ def commit(given: str | None = None) -> str:
     return head + ("+" if git("status", "--porcelain") else "") if head else "unknown"
 
 
+def machine(device: torch.device, given_commit: str | None = None) -> dict[str, str | float]:
+    """Device, software and commit of this run."""
+    of = {"device": "CPU, backend torch"}
+    if device.type == "cuda":
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        of = {"device": torch.cuda.get_device_name(device), "driver": driver.splitlines()[0] if driver else "unknown"}
+    software = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit(given_commit)}
+    return {**of, "date": date.today().isoformat(), **software}
+
+
 def header(given_commit: str | None = None) -> dict[str, str | float]:
-    """Device, software, commit and read ceiling of this run."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout
-    return {
-        "device": torch.cuda.get_device_name(),
-        "date": date.today().isoformat(),
-        "driver": driver.strip().splitlines()[0] if driver.strip() else "unknown",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(given_commit),
-        "read_ceiling": read_ceiling(),
-    }
+    """The machine, and its read ceiling."""
+    return machine(torch.device("cuda"), given_commit) | {"read_ceiling": read_ceiling()}

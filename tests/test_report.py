@@ -36,9 +36,10 @@ def every():
         "verify": {"header": HEADER, "rows": [row(T=T, us=50.0 + T, one_step_us=80.0) for T in (1, 4)]},
         "materialize": {"header": HEADER, "rows": [row(op=op, count=n) for op in ("materialize", "fold") for n in (0, 8)]},
         "drift": {"header": HEADER, "rows": [
-            {"model": "m", "format": f, "position": p, "kl_mean": k}
+            {"model": "m", "format": f, "position": p, "kl_mean": k, "kl_p99": 9 * k, "top1": 0.5, "loss": 2.0, "recall": None,
+             "state_error": [k, 2 * k]}
             for f, p, k in (("nvfp4", 1024, 1e-2), ("nvfp4", [1024, 2048], 2e-2), ("e4m3", 1024, 1e-3))
-        ]},
+        ], "conventional": [{"model": "m", "position": [1024, 2048], "loss": 1.25}]},
     }  # fmt: skip
 
 
@@ -71,6 +72,8 @@ def test_tables(every):
     found = report.section("drift", every)
     assert "| model | format | 1,024 tokens | 2,048 tokens |" in found
     assert "| m | nvfp4 | 1.0e-02 | 2.0e-02 |" in found and "| m | e4m3 | 1.0e-03 | - |" in found
+    assert "to 2,048 tokens:" in found and "| m | nvfp4 | 1.8e-01 | 50.00% | 2.000 | - | 4.0e-02 |" in found
+    assert "| m | e4m3 | 9" not in found and "| m | 1.250 |" in found
 
 
 def test_nothing_is_missing_and_every_figure_is_drawn(every, tmp_path):

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import bench, figures, report
 from .doctor import doctor
+from .drift import drift
 from .plan import plan
 from .refuse import PRESETS, refuse, with_transformers
 
@@ -26,6 +27,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(figures.report)
 app.command()(plan)
 app.command()(doctor)
+app.command()(drift)
 
 
 @app.command()

@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from replayssm.bench import report, results, tables
+from replayssm.bench import advice, report, results, tables
 from replayssm.cli.app import app
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -41,6 +41,13 @@ def every():
             for f, p, k in (("nvfp4", 1024, 1e-2), ("nvfp4", [1024, 2048], 2e-2), ("e4m3", 1024, 1e-3))
         ], "conventional": [{"model": "m", "position": [1024, 2048], "loss": 1.25}]},
     }  # fmt: skip
+
+
+def test_advice_is_what_layouts_and_measured_errors_say():
+    table = advice.advice()
+    assert table in (DOCS / "precision.md").read_text(), "run `python -m bench.advice`"
+    assert "| fp32 | nvfp4 | 1.32 /" in table  # 1 + 0.594 / 4, and the ring's 0.17
+    assert "| not measured |" in table and "| 3.0e-03 |" in table
 
 
 def page():

@@ -1,0 +1,62 @@
+"""What formats of the state cost and err by: the table of "Which format to choose" in docs/precision.md.
+
+usage: python -m bench.advice
+
+Bytes are the layout's, errors those of results/cpu/scales.json, or half a spacing where a plain 16-bit format is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from replayssm import Layout
+from replayssm.formats import named
+from replayssm.models import find
+
+from .tables import table
+
+SCALES = Path(__file__).parent / "results/cpu/scales.json"
+MODELS = {"gdn": "Qwen3.5-4B", "kda": "Kimi-Linear-48B-A3B", "mamba2": "Nemotron-3-Nano-30B-A3B"}
+WINDOW = 16
+FORMATS: tuple[tuple[str, str | None], ...] = (
+    ("fp32", None), ("fp32", "int8"), ("fp32", "e4m3"), ("fp32", "nvfp4"), ("fp16+sr", None), ("fp16+sr", "int8"),
+    ("fp16+sr", "nvfp4"), ("e4m3+sr", None), ("e4m3+sr", "nvfp4"), ("nvfp4", None),
+)  # fmt: skip
+
+
+def layout(name: str, state: str, read: str | None) -> Layout:
+    """A served model's layer in these formats."""
+    model = find(name)
+    return Layout(model.recurrence, model.H, model.G, model.V, model.K, W=WINDOW, state=state, read=read)
+
+
+def readout_error(state: str, read: str | None) -> str:
+    """Relative error of outputs read from a state in these formats: means over families and channels, or a bound."""
+    one = named(read or state, "read" if read else "state")
+    if one.name == "fp32":
+        return "0"
+    if one.block is None:
+        return f"at most {2.0 ** -(one.mbits + (0 if one.stochastic else 1)):.1e} a value"
+    rows = json.loads(SCALES.read_text())["rows"]
+    errors = [row["output_error"] for row in rows if (row["format"], row["axis"], row["block"]) == (one.name, "K", one.block)]
+    return f"{math.exp(sum(map(math.log, errors)) / len(errors)):.1e}" if errors else "not measured"
+
+
+def advice() -> str:
+    """The table, Markdown."""
+    exact = {family: layout(name, "fp32", None) for family, name in MODELS.items()}
+    lines = []
+    for state, read in FORMATS:
+        of = {family: layout(name, state, read) for family, name in MODELS.items()}
+        held = (f"{of[family].slot_bytes / exact[family].state_bytes:.2f}" for family in MODELS)
+        moved = (of[family].step_bytes().replay.total / exact[family].step_bytes().conventional.total for family in MODELS)
+        rounded = "yes, without bias" if named(state).stochastic else "no" if state == "fp32" else "yes, to nearest"
+        shares = (" / ".join(held), " / ".join(f"{x:.2f}" for x in moved))
+        lines.append((state, read or "-", *shares, readout_error(state, read), rounded))
+    return table(("state", "read", "bytes held", "bytes a step", "error of readouts", "state rounded by folds"), lines)
+
+
+if __name__ == "__main__":
+    print(advice())

@@ -2,10 +2,10 @@
 
 from . import recurrence, schedule
 from .cursor import PLAN, Plan
+from .export import Export
 from .layout import Buffers, Conv, Layout
 from .recurrence import GDN, GLA, KDA, KDA_SAFE, MAMBA2, Recurrence
 from .state import ReplayState
-from .transfer import Export
 
 __version__ = "0.1.0"
 

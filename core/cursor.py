@@ -35,6 +35,10 @@ class Cursors(NamedTuple):
     key: Tensor
 
 
+# What a request takes along: all but `pending`, which belongs to the slot.
+CARRIED = {"start": torch.int32, "count": torch.int32, "flushes": torch.int32, "key": torch.int64}
+
+
 @dataclass(frozen=True)
 class Plan:
     """One engine step: what every layer reads instead of cursors. Views of the state's fixed buffers, until the next ``plan``.

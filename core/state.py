@@ -10,8 +10,8 @@ from torch import Tensor
 from . import checks, cursor, ops, transfer
 from .checks import FLAGS, INTEGERS, Checks, describe, expect
 from .cursor import PLAN_WIDTH, Cursors, Plan
+from .export import Export
 from .layout import ACTIVATIONS, STORED, Buffers, Layout
-from .transfer import Export
 
 
 def _debug_from_environment() -> bool:
@@ -408,15 +408,33 @@ class ReplayState:
         transfer.copy(src, to, self.buffers, self.cursors)
         self._settle(to)
 
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """``copy``, then ``release`` of the sources that are no destination as well."""
+        self.copy(src, dst)
+        gone = (src >= 0) & (dst >= 0) & ~torch.isin(src, dst)
+        self.release(torch.where(gone, src, -1))
+
+    def release(self, slots: Tensor) -> None:
+        """The slots' requests are gone, also in the midst of a step, whose commit then passes them by.
+
+        Rings are empty after it; checkpoints stay until ``load``, ``reset``, ``copy`` or ``import_`` gives the slot to a
+        request, which must come after the last layer of a step that was planned with the slot.
+        """
+        self._checks.slots("slots", slots, distinct=True)
+        self._restart(slots, None)
+
     def export(self, slots: Tensor) -> Export:
         """Everything the slots are, copied to the host; waits for the device."""
         self._checks.slots("slots", slots, settled=True)
-        return transfer.export(slots, self.buffers, self.cursors, self._spec)
+        return transfer.export(slots, self.buffers, self.cursors, self.layout)
 
     def import_(self, slots: Tensor, exported: Export) -> None:
-        """The slots become what ``export`` read, in this state or another of the same layout and number of layers."""
+        """The slots become what ``export`` read, in this state or another of as many layers.
+
+        Its layout may differ as far as ``Export.to`` goes. Negative slots skip their request.
+        """
         self._checks.slots("slots", slots, settled=True, distinct=True)
-        transfer.import_(slots, exported, self.buffers, self.cursors, self._spec)
+        transfer.import_(slots, exported, self.buffers, self.cursors, self.layout)
         self._settle(slots)
 
     def _restart(self, slots: Tensor, keys: Tensor | None) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from .cursor import Cursors
+from .cursor import CARRIED, Cursors
 from .eager import scatter
-from .layout import Buffers
-
-
-@dataclass(frozen=True)
-class Export:
-    """Everything some requests are, on the host: the layout's spec and the tensors [L, B, ...] by name, cursors [B]."""
-
-    spec: str
-    tensors: dict[str, Tensor]
+from .export import Export
+from .layout import Buffers, Layout
 
 
 def copy(src: Tensor, dst: Tensor, buffers: Buffers, cursors: Cursors) -> None:
@@ -24,32 +15,31 @@ def copy(src: Tensor, dst: Tensor, buffers: Buffers, cursors: Cursors) -> None:
     at = src.long().clamp(min=0)
     for one in (layer for buffer in buffers if buffer is not None for layer in buffer):
         scatter(one, dst, one[at])
-    for name, one in cursors._asdict().items():
-        if name != "pending":
-            scatter(one, dst, one[at])
+    for name in CARRIED:
+        one = getattr(cursors, name)
+        scatter(one, dst, one[at])
 
 
-def export(slots: Tensor, buffers: Buffers, cursors: Cursors, spec: str) -> Export:
+def export(slots: Tensor, buffers: Buffers, cursors: Cursors, layout: Layout) -> Export:
     """As ``ReplayState.export``."""
     at = slots.long()
     if bool((at < 0).any()):
         raise ValueError(f"slots: expected live slots, got {slots.tolist()}")
     tensors = {name: x[:, at].cpu() for name, x in buffers._asdict().items() if x is not None}
-    return Export(spec, tensors | {f"cursor.{name}": x[at].cpu() for name, x in cursors._asdict().items()})
+    return Export(layout, tensors | {f"cursor.{name}": getattr(cursors, name)[at].cpu() for name in CARRIED})
 
 
-def import_(slots: Tensor, exported: Export, buffers: Buffers, cursors: Cursors, spec: str) -> None:
+def import_(slots: Tensor, exported: Export, buffers: Buffers, cursors: Cursors, layout: Layout) -> None:
     """As ``ReplayState.import_``, but for ``pending``."""
-    if exported.spec != spec:
-        raise ValueError(f"exported: expected layout {spec}, got {exported.spec}")
-    L, B = buffers.state.shape[0], slots.shape[0]
-    if exported.tensors["state"].shape[:2] != (L, B):
+    exported.check()
+    exported, (L, B) = exported.to(layout), (buffers.state.shape[0], slots.shape[0])
+    if exported.shape != (L, B):
         raise ValueError(f"exported: expected [{L}, {B}, ...], got {list(exported.tensors['state'].shape)}")
     for name, x in buffers._asdict().items():
         if x is not None:
             values = exported.tensors[name].to(x.device)
-            for i in range(L):
-                scatter(x[i], slots, values[i])
-    for name, x in cursors._asdict().items():
-        if name != "pending":
-            scatter(x, slots, exported.tensors[f"cursor.{name}"].to(x.device))
+            for one, value in zip(x, values, strict=True):
+                scatter(one, slots, value)
+    for name in CARRIED:
+        x = getattr(cursors, name)
+        scatter(x, slots, exported.tensors[f"cursor.{name}"].to(x.device))

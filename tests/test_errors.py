@@ -139,7 +139,7 @@ BETWEEN = [
     ("dst", "device", lambda e: e.copy(e.slots, e.slots.to(META))),
     ("slots", "live slots, got [2, -1, 0]", lambda e: e.export(e.slots)),
     ("exported", "[2, 1, ...], got [2, 2, ", lambda e: e.import_(e.ints(1), e.exported)),
-    ("exported", 'layout {"recurrence"', lambda e: e.import_(e.ints(1, 3), Engine("kda", False).exported)),
+    ("exported", "layout.recurrence Recurrence(name='gdn'", lambda e: e.import_(e.ints(1, 3), Engine("kda", False).exported)),
 ]  # fmt: skip
 
 # ---- calls under a plan of e.slots, one token each ------------------------------------------------------------------

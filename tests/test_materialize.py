@@ -136,7 +136,7 @@ def test_export_and_import(case, backend):
     there = state.materialize(torch.tensor([3, 0], device=DEVICE))
     assert torch.equal(other.materialize(slots), there)
     wrong = model(case, backend, W=2)
-    with pytest.raises(ValueError, match="exported: expected layout"):
+    with pytest.raises(ValueError, match="exported: expected at most W = 2 live records"):
         wrong.import_(slots, exported)
 
 
@@ -206,3 +206,42 @@ def test_load_of_a_layer_while_a_step_is_pending(backend, formats):
         assert torch.equal(one.step(layer, plan, **x), expected[layer])
     one.commit(plan)
     assert all(torch.equal(a, b) for a, b in zip(tensors(one, [0, 1, 2]), tensors(whole, [0, 1, 2]), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_move_takes_everything_and_releases(backend):
+    """As a copy, and sources that nothing moved into are empty; chains and swaps too."""
+    state = model(FAMILY["gdn"], backend)
+    before, others = tensors(state, [0, 1, 2]), tensors(state, [4])
+    state.move(torch.tensor([0, -1, 1, 2], device=DEVICE), torch.tensor([3, 4, 0, 1], device=DEVICE))
+    assert all(torch.equal(x, y) for x, y in zip(before, tensors(state, [3, 0, 1]), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(others, tensors(state, [4]), strict=True))
+    assert [int(x[2]) for x in (state.cursors.start, state.cursors.count, state.cursors.flushes)] == [0, 0, 0]
+    swapped = tensors(state, [1, 0])
+    state.move(torch.tensor([0, 1], device=DEVICE), torch.tensor([1, 0], device=DEVICE))
+    assert all(torch.equal(x, y) for x, y in zip(swapped, tensors(state, [0, 1]), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", FAMILY.values(), ids=str)
+def test_a_request_aborted_in_the_midst_of_a_step(case, backend):
+    """Its slot's next request sees nothing of it, of NaN among its inputs, or of the step's late commit."""
+    run = Requests(case.layout(W=3, T_max=2), [1, 2], backend)
+    for _ in range(2):
+        run.decode([1, 2])
+    plan = run.state.plan(run.tensor([1, 2]))
+    x = run.draw([1, 2])
+    given = {name: one.clone() for name, one in x.items()}
+    for one in given.values():
+        one[0] = float("nan")
+    o = run.state.step(0, plan, **{n: one.to(DEVICE) for n, one in given.items()}, **run.step_weights).cpu()
+    run.state.release(run.tensor([-1, 1]))
+    run.state.load(run.tensor([1]), run.initial[:1][None].to(DEVICE))
+    run.state.commit(plan)
+    run.tokens[1], run.outputs[1] = [], []
+    run.tokens[2].append({name: one[1:] for name, one in x.items()})
+    run.outputs[2].append(o[1])
+    assert run.state.cursors.count.tolist()[1:3] == [0, 3]
+    for _ in range(4):
+        run.decode([2, 1])
+    run.check(BOUND)

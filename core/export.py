@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import eager
 from .cursor import CARRIED, append_row
-from .layout import STORED, Conv, Layout, states
+from .layout import STORED, Buffers, Conv, Layout, states
 
 VERSION = 1
 # Fields of Layout that say what a request is; the others say how its records are kept.
@@ -122,7 +122,7 @@ class Export:
     # ---- other layouts -------------------------------------------------------------------------------------------------
 
     def to(self, layout: Layout) -> Export:
-        """The same requests in another layout: other W, T_max, R, order, dtype of u; from an fp32 checkpoint also other formats.
+        """The same requests in another layout: other W, T_max, R, order, dtype of u; from fp32 checkpoints also other formats.
 
         Formats are encoded as by ``ReplayState.load``. Strides need nothing: exported tensors have none of their own.
 
@@ -140,29 +140,39 @@ class Export:
         count = self.tensors["cursor.count"]
         if bool((count > layout.W).any()):
             raise ValueError(
-                f"exported: expected at most W = {layout.W} live records, got {count.tolist()}; fold the slots before the export"
+                f"exported: expected at most W = {layout.W} live records, got {count.tolist()}; fold slots before their export"
             )
-        return Export(layout, self.tensors | self._rings(layout) | self._encoded(layout))
+        cursors = {name: x for name, x in self.tensors.items() if name.startswith("cursor.")}
+        return Export(layout, self._encoded(layout) | cursors | self._rings(layout))
 
     def _rings(self, layout: Layout) -> dict[str, Tensor]:
-        """Ring tensors with R rows of the other layout: live records, and the convolution's inputs before them, from row 0 on."""
+        """Ring tensors with R rows of the other layout: live records from row 0 on, the convolution's inputs before them."""
         found = {name: self.tensors[name] for name in layout.tensors if name not in STORED}
         if "u" in found and layout.u != self.layout.u:
             most = torch.finfo(layout.u).max
             found["u"] = found["u"].clamp(-most, most).to(layout.u)
         if layout.R == self.layout.R:
             return found
-        L, B = self.shape
-        start, count = self.tensors["cursor.start"].long(), self.tensors["cursor.count"]
+        B, start, count = self.shape[1], self.tensors["cursor.start"].long(), self.tensors["cursor.count"]
         i = torch.arange(1 - layout.conv.width if layout.conv else 0, min(layout.W, self.layout.W))
         row, live = append_row(start[:, None], i, self.layout.R), i < count[:, None]
         for name, x in found.items():
             records = x.movedim(3, 2)[:, torch.arange(B)[:, None], row]  # [L, B, i, heads, ...]
-            kept = live if name == "conv" else live & (i >= 0)
             new = x.new_zeros(*x.shape[:3], layout.R, *x.shape[4:])
-            new.movedim(3, 2)[:, :, i % layout.R] = records.masked_fill(~kept.view(B, -1, *[1] * (x.dim() - 3)), 0)
+            new.movedim(3, 2)[:, :, i % layout.R] = records.masked_fill(~live.view(B, -1, *[1] * (x.dim() - 3)), 0)
             found[name] = new
         return found | {"cursor.start": torch.zeros_like(self.tensors["cursor.start"])}
+
+    def without_dead_rows(self) -> Export:
+        """Zeros in every ring row that is neither a live record nor an input of the convolution before the first of them."""
+        start, count = (self.tensors[f"cursor.{name}"][:, None] for name in ("start", "count"))
+        i = (torch.arange(self.layout.R) - start) % self.layout.R
+        live, rings = i < count, {name: x for name, x in self.tensors.items() if name in Buffers._fields and name not in STORED}
+        for name, x in rings.items():
+            back = self.layout.conv.width - 1 if self.layout.conv and name == "conv" else 0
+            kept = live | (i >= self.layout.R - back)
+            rings[name] = x.masked_fill(~kept.view(*kept.shape[:1], 1, -1, *[1] * (x.dim() - 4)), 0)
+        return Export(self.layout, self.tensors | rings)
 
     def _encoded(self, layout: Layout) -> dict[str, Tensor]:
         """Checkpoints and read copies in the other layout's formats."""
@@ -247,10 +257,8 @@ class Export:
             if not grouped:
                 return torch.cat(pieces, dim)
             for i, x in enumerate(pieces):
-                if not torch.equal(x.nan_to_num(), pieces[i - i % copies].nan_to_num()):
-                    raise ValueError(
-                        f"parts: expected {name} of {copies} ranks that share a group to be equal, got others at {i}"
-                    )
+                if not torch.equal(x, pieces[i - i % copies]):
+                    raise ValueError(f"parts: expected equal {name} of {copies} ranks that share a group, got another at {i}")
             return torch.cat(pieces[::copies], dim)
 
         def whole(name: str) -> Tensor:

@@ -424,7 +424,7 @@ class ReplayState:
         self._restart(slots, None)
 
     def export(self, slots: Tensor) -> Export:
-        """Everything the slots are, copied to the host; waits for the device."""
+        """Everything the slots are and nothing of their former requests, copied to the host; waits for the device."""
         self._checks.slots("slots", slots, settled=True)
         return transfer.export(slots, self.buffers, self.cursors, self.layout)
 

@@ -26,7 +26,8 @@ def export(slots: Tensor, buffers: Buffers, cursors: Cursors, layout: Layout) ->
     if bool((at < 0).any()):
         raise ValueError(f"slots: expected live slots, got {slots.tolist()}")
     tensors = {name: x[:, at].cpu() for name, x in buffers._asdict().items() if x is not None}
-    return Export(layout, tensors | {f"cursor.{name}": getattr(cursors, name)[at].cpu() for name in CARRIED})
+    tensors |= {f"cursor.{name}": getattr(cursors, name)[at].cpu() for name in CARRIED}
+    return Export(layout, tensors).without_dead_rows()
 
 
 def import_(slots: Tensor, exported: Export, buffers: Buffers, cursors: Cursors, layout: Layout) -> None:

@@ -197,7 +197,7 @@ def test_what_is_rounded_is_not_rounded_again():
     ({"conv": None}, "exported: expected layout.conv None, got Conv"),
     ({"seed": 1}, "exported: expected layout.seed 1, got 0"),
     ({"recurrence": FAMILY["kda"].recurrence}, "exported: expected layout.recurrence Recurrence\\(name='kda'"),
-    ({"W": 3, "R": 0}, "exported: expected at most W = 3 live records, got \\[4, 0, 1\\]; fold the slots before the export"),
+    ({"W": 3, "R": 0}, "exported: expected at most W = 3 live records, got \\[4, 0, 1\\]; fold slots before their export"),
 ], ids=lambda change: next(iter(change)) if isinstance(change, dict) else "")  # fmt: skip
 def test_layouts_that_are_refused(change, message):
     one = noise()
@@ -290,7 +290,7 @@ def test_parts_that_do_not_fit():
         Export.merge([])
     with pytest.raises(ValueError, match="^G: expected a divisor of 8, got 3"):
         Export.merge(shards, 3, conv)
-    for name, message in (("cursor.count", "expected count .* at 1"), ("k", "expected k of 2 ranks .* at 1")):
+    for name, message in (("cursor.count", "expected count .* at 1"), ("k", "expected equal k of 2 ranks .* at 1")):
         odd = shards[1].tensors | {name: shards[1].tensors[name] - 1}
         with pytest.raises(ValueError, match=f"^parts: {message}"):
             Export.merge([shards[0], dataclasses.replace(shards[1], tensors=odd), *shards[2:]], 4, conv)

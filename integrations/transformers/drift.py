@@ -81,7 +81,8 @@ def layouts(formats: Sequence[str], of: Layout) -> list[Layout]:
     if not formats or len(set(formats)) < len(formats):
         raise ValueError(f"formats: expected at least one, each once, got {list(formats)}")
     parts = (name.partition("/") for name in formats)
-    return [replace(of, state=state, read=read if slash else None) for state, slash, read in parts]
+    # Not staggered: rows of equal texts fold on equal steps.
+    return [replace(of, state=state, read=read if slash else None, stagger=False) for state, slash, read in parts]
 
 
 def buckets(begin: int, length: int) -> list[tuple[int, int]]:

@@ -211,6 +211,11 @@ def plain(dtype: torch.dtype) -> Format:
     return next(f for f in FORMATS.values() if f.dtype == dtype and f.block is None)
 
 
+def base(name: str) -> str:
+    """The number type of a format's name, without rounding and values a scale."""
+    return name.partition(":")[0].partition("+")[0]
+
+
 def named(name: str, argument: str = "state") -> Format:
     """The format of that name; NotImplementedError, naming the layout's argument, says what is supported."""
     rest, _, block = name.partition(":")

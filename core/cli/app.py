@@ -16,6 +16,7 @@ from .doctor import doctor
 from .drift import drift
 from .plan import plan
 from .refuse import PRESETS, refuse, with_transformers
+from .soak import soak
 
 app = typer.Typer(
     help="Decode recurrent layers from a checkpoint and a ring of recent inputs.",
@@ -28,6 +29,7 @@ app.command()(figures.report)
 app.command()(plan)
 app.command()(doctor)
 app.command()(drift)
+app.command()(soak)
 
 
 @app.command()

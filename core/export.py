@@ -148,8 +148,7 @@ class Export:
     def _rings(self, layout: Layout) -> dict[str, Tensor]:
         """Ring tensors with R rows of the other layout: live records from row 0 on, the convolution's inputs before them."""
         found = {name: self.tensors[name] for name in layout.tensors if name not in STORED}
-        if "u" in found and layout.u != self.layout.u:
-            assert layout.u is not None
+        if "u" in found and layout.u is not None and layout.u != self.layout.u:
             most = torch.finfo(layout.u).max
             found["u"] = found["u"].clamp(-most, most).to(layout.u)
         if layout.R == self.layout.R:
@@ -214,11 +213,11 @@ class Export:
                 return x.narrow(2, part * whole // parts, heads)
             pieces = x.split([size for _, size in sections], -1)
             sizes = [size for _, size in _sections(layout, conv)]
-            heads_of = [G if grouped else H for grouped, _ in sections]
+            wholes = [G if grouped else H for grouped, _ in sections]
             return torch.cat(
                 [
                     piece.narrow(-1, part * n // parts * (piece.shape[-1] // n), size)
-                    for piece, size, n in zip(pieces, sizes, heads_of, strict=True)
+                    for piece, size, n in zip(pieces, sizes, wholes, strict=True)
                 ],
                 -1,
             )
@@ -299,7 +298,7 @@ def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
     total = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().tobytes(), total)
+        total = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, total)
     return total
 
 

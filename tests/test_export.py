@@ -134,12 +134,12 @@ def test_without_safetensors(monkeypatch):
 @pytest.mark.parametrize("case", FAMILY.values(), ids=str)
 def test_a_request_goes_on_in_another_layout(case, change):
     """Mid-window, its ring wrapped, into page-strided buffers full of NaN: outputs and state as if it had never moved."""
-    here = Requests(case.layout(W=6), [0, 1], "torch")
+    here = Requests(case.layout(W=6, stagger=False), [0, 1], "torch")
     for _ in range(7):
         here.decode([0, 1])
     for _ in range(3):
         here.decode([1])
-    layout = case.layout(**{"W": 6} | change)
+    layout = case.layout(**{"W": 6, "stagger": False} | change)
     pages = layout.allocate(1, 5, DEVICE)
     buffers = type(pages)(*(None if x is None else torch.cat([x, x + 1], 1)[:, ::2] for x in pages))
     there = Requests(layout, [3, 1], "torch", buffers=buffers)

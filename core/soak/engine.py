@@ -120,7 +120,7 @@ class Engine:
         slots, at = self.slots(new), self.ints((one.number for one in new), torch.int64)
         keys = self.ints((one.key for one in new), torch.int64)
         if hit:
-            states, windows, exact = (torch.stack([one[i] for one in picked], 1) for i in range(3))
+            states, windows, exact = (torch.stack(x, 1) for x in list(zip(*picked, strict=True))[:3])
             self.workers[worker].load(slots, states, windows, keys)
             self.truth.states[:, at], self.truth.windows[:, at] = exact, windows
         else:
@@ -226,13 +226,11 @@ class Engine:
         state, slots = self.workers[worker], self.slots(requests)
         if fold:
             state.fold(slots)
-        exported: Export | bytes = state.export(slots)
-        if self.files and self.random.random() < 0.5:
-            exported = exported.to_bytes("soak")
-            self.events["files"] += 1
+        exported, file = state.export(slots), self.files and self.random.random() < 0.5
+        self.events["files"] += file
         state.release(slots)
         self.live = [one for one in self.live if one not in requests]
-        self.parked.append(Parked(worker, requests, exported))
+        self.parked.append(Parked(worker, requests, exported.to_bytes("soak") if file else exported))
         self.events["preemptions"] += len(requests)
 
     def resume(self, worker: int) -> None:

@@ -99,7 +99,7 @@ class Step:
         o, y = [], []
         for layer in range(engine.setup.layers):
             x = {name: one[layer].flatten(0, 1)[tokens] for name, one in self.x.items()}
-            o.append(state.step(layer, plan, **x, **engine.inputs.of_step(layer)))
+            o.append(state.step(layer, plan, **x, **engine.inputs.of_step(layer)))  # type: ignore[arg-type]  # q, k, v always are
             y.append(state.conv(layer, plan, self.lines[layer].flatten(0, 1)[tokens], *engine.inputs.of_conv(layer)))
         self.o, self.y = (self._padded(torch.stack(x), tokens) for x in (o, y))
         if self.gone:

@@ -46,7 +46,7 @@ def run(
         o, after = reference.decode(row, s, **token, **w, dtype=dtype)  # type: ignore[arg-type]  # keywords of tensors alone
         s = torch.where(_per_head(i < n, L, H), after, s)
         if mark is not None:
-            marked = torch.where(_per_head(i + 1 == mark, L, H), s, marked)
+            marked = torch.where(_per_head(mark == i + 1, L, H), s, marked)
         q = (unit(row, x["q"][:, :, i].to(dtype)) * row.q_scale(K)).square().sum(-1).mean(-1)
         sizes.append((s.view(L, B, -1).square().sum(-1) * q / K).sqrt())
         outputs.append(o.view(L, B, H, V))

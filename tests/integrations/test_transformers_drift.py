@@ -131,6 +131,7 @@ def test_rows_of_equal_texts_round_differently():
     """Stochastic rounding draws by request: equal rows differ by chance then, and not otherwise."""
     model, tokenizer = presets.build("qwen3.5")
     reader = reader_of(model, drift.texts(TEXT, tokenizer, 1, 60).tokens.repeat(2, 1), ("fp16+sr", "fp16"))
+    assert reader.lanes.lanes[1].state.cursors.key.tolist() == [0, 1]
     conventional, stochastic, nearest = reader.kept.loss[:, :, 40:]
     assert torch.equal(*conventional) and torch.equal(*nearest) and not torch.equal(*stochastic)
 

@@ -171,7 +171,7 @@ class Export:
         for name, x in rings.items():
             back = self.layout.conv.width - 1 if self.layout.conv and name == "conv" else 0
             kept = live | (i >= self.layout.R - back)
-            rings[name] = x.masked_fill(~kept.view(*kept.shape[:1], 1, -1, *[1] * (x.dim() - 4)), 0)
+            rings[name] = x.masked_fill(~kept.view(kept.shape[0], 1, kept.shape[1], *[1] * (x.dim() - 4)), 0)
         return Export(self.layout, self.tensors | rings)
 
     def _encoded(self, layout: Layout) -> dict[str, Tensor]:

@@ -159,7 +159,7 @@ class Export:
         for name, x in found.items():
             records = x.movedim(3, 2)[:, torch.arange(B)[:, None], row]  # [L, B, i, heads, ...]
             new = x.new_zeros(*x.shape[:3], layout.R, *x.shape[4:])
-            new.movedim(3, 2)[:, :, i % layout.R] = records.masked_fill(~live.view(B, -1, *[1] * (x.dim() - 3)), 0)
+            new.movedim(3, 2)[:, :, i % layout.R] = records.masked_fill(~live.view(*live.shape, *[1] * (x.dim() - 3)), 0)
             found[name] = new
         return found | {"cursor.start": torch.zeros_like(self.tensors["cursor.start"])}
 

@@ -218,13 +218,6 @@ def emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m
 
 
 @triton.jit
-def read(s, rows, factor, u_j, weight, d, EXACT: tl.constexpr, U_EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """P [BV, X] of a state tile and the ring's u_j [BV, W]."""
-    p = rows_product(s, rows, d, PRECISION, False, EXACT) * factor[None, :]
-    return product(u_j, weight, p, PRECISION, U_EXACT, False)
-
-
-@triton.jit
 def summed(c, ring, d, layer, slot, i_h, start, count):
     """The ring's cumulative g at its newest record (0 for an empty ring), and with each token's own."""
     p_newest = at(ring, layer, slot, i_h) + wrap(start + tl.maximum(count, 1) - 1, d.R) * ring.row
@@ -329,7 +322,8 @@ def _verify_kernel(
             o_v = tile_v + i_v * BLOCK_V
             s = load_read(pool, d, layer, slot, i_h, o_v)
             u_j = load_ring(ring, d, layer, slot, i_h, start, live, o_v)
-            p = read(s, rows, factor, u_j, weight, d, EXACT_ROWS, U_EXACT, PRECISION)
+            p = rows_product(s, rows, d, PRECISION, False, EXACT_ROWS) * factor[None, :]
+            p = product(u_j, weight, p, PRECISION, U_EXACT, False)
             emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
 
 

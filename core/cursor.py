@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 # Columns of a plan row (int32). `rows`: packed token rows the batch row owns, from `first` on; `t` of them are live tokens.
-# `order` is no part of its row: read down the column it lists all rows, those that flush first, since a launch should not
-# begin its longest programs last. The last three are what stochastic rounding is keyed by.
-PLAN = ("slot", "start", "count", "t", "flush", "append", "first", "rows", "ticket", "order", "flushes", "key_low", "key_high")
+# `start` and `count` are from before the flush that a plan does, and `flushes` with the two parts of `key` are what its rounding
+# is keyed by. `order` is no part of its row: read down the column it lists all rows, the `flushing` that flush first.
+PLAN = (
+    "slot", "start", "count", "t", "flush", "append", "first", "rows", "ticket", "order", "flushes", "key_low", "key_high",
+    "flushing",
+)  # fmt: skip
 PLAN_WIDTH = len(PLAN)
 
 

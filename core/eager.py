@@ -62,10 +62,11 @@ def plan(
     forced = torch.zeros_like(n) if force is None else force
     flush = live & flush_rule(forced, count, n, layout.W, phase(at, flushes, layout.phases))
     order = flush.to(torch.int32).argsort(descending=True, stable=True)
-    append = append_row(start, count, layout.R)
-    columns = (slots, start, count, n, flush, append, first, rows, ticket, order, flushes, key, key >> 32)
+    append, flushing = append_row(start, count, layout.R), flush.sum().expand(B)
+    columns = (slots, start, count, n, flush, append, first, rows, ticket, order, flushes, key, key >> 32, flushing)
     out.copy_(torch.stack([c.to(torch.int32) for c in columns], dim=1))
-    scatter(cursors.pending, slots, ticket)
+    start, count = committed(start, count, flush.int(), 0, layout.R)
+    _move(cursors, slots, start=start, count=count, flushes=flushes + flush, pending=ticket)
     if parents is not None and tree is not None:
         tree.copy_(_ancestors(parents))
 
@@ -96,14 +97,13 @@ def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> N
     pending = (slot >= 0) & (cursors.pending[slot.long().clamp(min=0)] == ticket)
     slot = torch.where(pending, slot, -1)
     start, count = committed(start, count, flush, t if accepted is None else accepted, R)
-    flushes = cursors.flushes[slot.long().clamp(min=0)] + flush
-    for cursor, value in (
-        (cursors.start, start),
-        (cursors.count, count),
-        (cursors.flushes, flushes),
-        (cursors.pending, ticket + 1),
-    ):
-        scatter(cursor, slot, value)
+    _move(cursors, slot, start=start, count=count, pending=ticket + 1)
+
+
+def _move(cursors: Cursors, slots: Tensor, **values: Tensor) -> None:
+    """Set the named cursors of the slots, rows with a negative slot left alone."""
+    for name, value in values.items():
+        scatter(getattr(cursors, name), slots, value)
 
 
 def compact(plan: Tensor, path: Tensor, accepted: Tensor | None, buffers: Buffers, pending: Tensor, layout: Layout) -> None:
@@ -118,15 +118,6 @@ def compact(plan: Tensor, path: Tensor, accepted: Tensor | None, buffers: Buffer
             if ring is not None:
                 rows = ring.movedim((1, 3), (0, 1))  # [S, R, L, heads, ...]
                 _scatter_rows(rows, torch.where(i < n, slot, -1), target, rows[at, source])
-
-
-def folded(slots: Tensor, cursors: Cursors, R: int) -> None:
-    """As kernels.cursor.folded."""
-    at = slots.long().clamp(min=0)
-    start, count = committed(cursors.start[at], cursors.count[at], 1, 0, R)
-    flushes = cursors.flushes[at] + 1
-    for cursor, value in ((cursors.start, start), (cursors.count, count), (cursors.flushes, flushes)):
-        scatter(cursor, slots, value)
 
 
 def _load(stored: Stored, slot: Tensor, one: Format) -> Tensor:
@@ -164,6 +155,17 @@ def _fold(state: Tensor, ring: Buffers, A: Tensor | None, slot: Tensor, start: T
     return state
 
 
+def flush(plan: Tensor, buffers: Buffers, A: Tensor | None, layout: Layout) -> None:
+    """As kernels.materialize.flush."""
+    slots, start, count, _, flush, *_, flushes, key_low, key_high, _ = (c.long() for c in plan.unbind(1))
+    slot, to, key = slots.clamp(min=0), torch.where(flush > 0, slots, -1), (key_high << 32) | (key_low & 0xFFFFFFFF)
+    for layer in range(buffers.state.shape[0]):
+        ring = buffers.layer(layer)
+        state = _load(ring.checkpoint, slot, layout.format)
+        state = _fold(state, ring, None if A is None else A[layer], slot, start, flush * count, layout)
+        _store(ring, to, state, layer, flushes, key, layout)
+
+
 def step(
     plan: Tensor,
     layer: int,
@@ -185,15 +187,13 @@ def step(
     """One step of one layer, up to T tokens per row; reads plan rows, writes ``out`` [N, H, V] and the layer's buffers."""
     row, heads = layout.recurrence, layout.H // layout.G
     ring = buffers.layer(layer)
-    slots, start, count, t, flush, append, first, *_, flushes, key_low, key_high = (c.long() for c in plan.unbind(1))
+    slots, start, count, t, flush, append, first, *_ = (c.long() for c in plan.unbind(1))
     out.zero_()
-    slot, flush = slots.clamp(min=0), flush.bool()
-
-    state = _fold(_load(ring.checkpoint, slot, layout.format), ring, A, slot, start, torch.where(flush, count, 0), layout)
-    _store(ring, torch.where(flush, slots, -1), state, layer, flushes, (key_high << 32) | (key_low & 0xFFFFFFFF), layout)
-    if layout.read_format is not None:
-        state = torch.where(flush[:, None, None, None], state, _load(ring.copy, slot, layout.read_format))
-    count = torch.where(flush, 0, count)
+    slot, count = slots.clamp(min=0), torch.where(flush > 0, 0, count)
+    if layout.read_format is None:
+        state = _load(ring.checkpoint, slot, layout.format)
+    else:
+        state = _load(ring.copy, slot, layout.read_format)
 
     # History, oldest first: [B, W, heads, ...]; what a dead row holds is masked away before any arithmetic.
     j = torch.arange(layout.W, device=plan.device)

@@ -103,7 +103,7 @@ class StepBytes:
         io: the step's activations: q, k, v, gates, output. Both ways have them, neither figure below holds them.
         conventional: the state in and out, S + S; for T tokens S read and a snapshot S written per token.
         replay: read S_read + r_read * mean live records + r_fold per folded record; written r_new per token + S + read copy per
-            flush. S_read is the read copy, or S without one. A flush reads S alone, for its fold and its outputs.
+            flush. S_read is the read copy, or S without one. A flush reads S as well, for its fold.
     """
 
     io: Traffic
@@ -373,7 +373,7 @@ class Layout:
     def replay_bytes(self, steps: float, tokens: float, live: float, folded: float, flushes: float) -> Traffic:
         """Bytes of steps that append `tokens` records, of which readouts find `live` records, flushes fold `folded`."""
         S = self.state_bytes
-        read = (steps - flushes) * (self.copy_bytes or S) + flushes * S
+        read = steps * (self.copy_bytes or S) + flushes * S
         return Traffic(
             read=read + self.read_bytes * live + self.fold_bytes * folded,
             written=self.record_bytes * tokens + (S + self.copy_bytes) * flushes,

@@ -37,14 +37,14 @@ def plan(
     parents: Tensor | None = None,
     tree: Tensor | None = None,
 ) -> None:
-    """Write plan rows ``out`` [B, len(PLAN)] int32 and mark their slots pending.
+    """Write plan rows ``out`` [B, len(PLAN)] int32, mark their slots pending and move the cursors of those that flush.
 
     Args:
         slots: [B] int32 or int64; negative rows are padding.
         t: [B] tokens per row, or None for T each (with cu_seqlens: the differences).
         force: [B] non-zero where the row flushes in any case, or None.
         cu_seqlens: [B + 1] first packed token of each row, or None where row b starts at b T.
-        cursors: read; ``pending`` is written.
+        cursors: of the slots; all but ``key`` are written.
         parents: [B, T_max] the token that each follows, -1 for the committed history, or None where it is the one before.
         tree: with parents, [B, 2, T_max] int32, written: parents, and the bits of each token and its ancestors.
     """
@@ -151,16 +151,18 @@ def materialize(
         kernels.materialize.materialize(pool, slots, cursors, n, into, to_slots, None, A, 0, layout, record)
 
 
-def fold(slots: Tensor, buffers: Buffers, cursors: Cursors, A: Tensor | None, layout: Layout, backend: str) -> None:
-    """Flush the slots' rings into their checkpoints and read copies, all layers, and move their cursors."""
-    if slots.shape[0] == 0:
+def flush(plan: Tensor, buffers: Buffers, A: Tensor | None, layout: Layout, backend: str, pool: Buffers | None = None) -> None:
+    """Fold the rings of the plan's flushing rows into their checkpoints and read copies, all layers, with ``A`` [L, H].
+
+    After ``plan``, which has moved the cursors, and before any ``step``. ``pool``: the buffers' Rows, where the caller keeps
+    them.
+    """
+    if plan.shape[0] == 0:
         return
     if backend == "torch":
-        eager.materialize(buffers, slots, cursors, None, buffers, slots, cursors.key, A, 0, layout)
+        eager.flush(plan, buffers, A, layout)
     else:
-        pool, record = arguments.pool(buffers), launch.materialize(layout)
-        kernels.materialize.materialize(pool, slots, cursors, None, pool, slots, cursors.key, A, 0, layout, record)
-    _cursor_backend(backend).folded(slots, cursors, layout.R)
+        kernels.materialize.flush(plan, pool or arguments.pool(buffers), A, layout, launch.materialize(layout))
 
 
 def load(source: Tensor, buffers: Buffers, key: Tensor, slots: Tensor, first: int, layout: Layout, backend: str) -> None:
@@ -185,7 +187,7 @@ def load(source: Tensor, buffers: Buffers, key: Tensor, slots: Tensor, first: in
 # ---- torch.ops.replayssm.* ---------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("replayssm", "DEF")
-_CURSORS = "Tensor start, Tensor count, Tensor(p!) pending, Tensor flushes, Tensor key"
+_CURSORS = "Tensor start, Tensor count, Tensor pending, Tensor flushes, Tensor key"
 _MOVED = "Tensor(s!) start, Tensor(c!) count, Tensor(p!) pending, Tensor(f!) flushes, Tensor key"
 _ALWAYS = ("state", "k", "v")
 _RINGS = Buffers._fields[len(STORED) : -1]  # all but conv
@@ -242,9 +244,9 @@ def _materialize_op(slots, n, *rest):
     )
 
 
-def _fold_op(slots, *rest):
-    (*tensors, A, layout, backend), fields = rest, len(Buffers._fields)
-    fold(slots, Buffers(*tensors[:fields]), Cursors(*tensors[fields:]), A, Layout.parse(layout), backend)
+def _flush_op(plan_rows, *rest):
+    *buffers, A, layout, backend = rest
+    flush(plan_rows, Buffers(*buffers), A, Layout.parse(layout), backend)
 
 
 def _load_op(source, *rest):
@@ -255,7 +257,7 @@ def _load_op(source, *rest):
 
 _define(
     "plan",
-    f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, Tensor? parents, {_CURSORS}, Tensor(o!) out, "
+    f"Tensor slots, Tensor? t, Tensor? force, Tensor? cu_seqlens, Tensor? parents, {_MOVED}, Tensor(o!) out, "
     f"Tensor(t!)? tree, int T, {_END}",
     _plan_op,
 )
@@ -264,10 +266,10 @@ _define(
     f"Tensor plan, Tensor path, Tensor? accepted, {_buffers((*_RINGS, 'conv'))}, Tensor pending, {_END}",
     _compact_op,
 )
-_define("commit", f"Tensor plan, Tensor? accepted, {_MOVED}, {_END}", _commit_op)
+_define("commit", f"Tensor plan, Tensor? accepted, {_MOVED.replace('(f!)', '')}, {_END}", _commit_op)
 _define(
     "step",
-    f"Tensor plan, Tensor? tree, int layer, {_TOKENS}, {_buffers((*STORED, *_RINGS))}, Tensor(o!) out, int T, {_END}",
+    f"Tensor plan, Tensor? tree, int layer, {_TOKENS}, {_buffers(_RINGS)}, Tensor(o!) out, int T, {_END}",
     _step_op,
 )
 _define(
@@ -278,13 +280,8 @@ _define(
 )
 _define(
     "materialize",
-    f"Tensor slots, Tensor? n, {_buffers()}, {_CURSORS.replace('(p!)', '')}, Tensor? A, Tensor(t!) target, Tensor to_slots, "
-    f"{_END}",
+    f"Tensor slots, Tensor? n, {_buffers()}, {_CURSORS}, Tensor? A, Tensor(t!) target, Tensor to_slots, {_END}",
     _materialize_op,
 )
-_define(
-    "fold",
-    f"Tensor slots, {_buffers(STORED)}, {_MOVED.replace('(p!)', '')}, Tensor? A, {_END}",
-    _fold_op,
-)
+_define("flush", f"Tensor plan, {_buffers(STORED)}, Tensor? A, {_END}", _flush_op)
 _define("load", f"Tensor source, {_buffers(STORED, STORED)}, Tensor key, Tensor slots, int first, {_END}", _load_op)

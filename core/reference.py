@@ -102,7 +102,8 @@ class Ring:
         s.flush = bool(flush_rule(force, s.count, len(tokens), self.W, phase(slot, s.flushes, self.phases)))
         if s.flush:
             _, s.checkpoint = self._run(s.checkpoint, s.records)
-            s.records = []
+            s.records, (s.start, s.count) = [], committed(s.start, s.count, 1, 0, self.R)
+            s.flushes += 1
         s.step = tokens
         states, outputs = {-1: self.materialize(slot)}, []
         for i, token in enumerate(tokens):
@@ -117,8 +118,7 @@ class Ring:
             return
         kept = range(accepted) if path is None else path[:accepted]
         s.records += [s.step[i] for i in kept]
-        s.start, s.count = committed(s.start, s.count, int(s.flush), accepted, self.R)
-        s.flushes += s.flush
+        s.count += accepted
         s.step = None
 
     def materialize(self, slot: int, n: int | None = None) -> Tensor:

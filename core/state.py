@@ -101,7 +101,7 @@ class ReplayState:
         cu_seqlens: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Plan:
-        """Decide the step: which rows flush, where records go. One tiny launch.
+        """Decide the step, which rows flush and where records go, and flush: two launches for all layers, the first a tiny one.
 
         Args:
             slots: [B] int32 or int64 on the device; negative rows are padding. No live slot twice.
@@ -144,6 +144,7 @@ class ReplayState:
             )
         else:
             ops.plan(slots, per_row, force, cu_seqlens, self.cursors, rows, T, layout, self.backend, parents, tree)
+        self._flush(rows)
         self._ran.clear()
         return Plan(rows, T, None if cu_seqlens is not None else B * T, tree)
 
@@ -286,12 +287,27 @@ class ReplayState:
     # ---- between steps -------------------------------------------------------------------------------------------------
 
     def fold(self, slots: Tensor) -> None:
-        """Flush the slots' rings in place, all layers: their checkpoints are then the exact states. Negative slots: nothing."""
-        self._checks.slots("slots", slots, settled=True, distinct=True)
+        """Flush the slots' rings in place, all layers: their checkpoints are then the exact states. Negative slots: nothing.
+
+        A step without tokens, planned and committed beside the fixed plan buffer.
+        """
+        B = self._checks.slots("slots", slots, settled=True, distinct=True)
+        rows, force = slots.new_empty(B, PLAN_WIDTH, dtype=torch.int32), torch.ones_like(slots)
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.fold(slots, *self.buffers, *self.cursors, self.A, self._spec, self.backend)
+            torch.ops.replayssm.plan(slots, None, force, None, None, *self.cursors, rows, None, 0, self._spec, self.backend)
+            self._flush(rows)
+            torch.ops.replayssm.commit(rows, None, *self.cursors, self._spec, self.backend)
         else:
-            ops.fold(slots, self.buffers, self.cursors, self.A, self.layout, self.backend)
+            ops.plan(slots, None, force, None, self.cursors, rows, 0, self.layout, self.backend)
+            self._flush(rows)
+            ops.commit(rows, None, self.cursors, self.layout, self.backend)
+
+    def _flush(self, rows: Tensor) -> None:
+        """Fold the rings of a plan's flushing rows, all layers."""
+        if torch.compiler.is_compiling():
+            torch.ops.replayssm.flush(rows, *self.buffers, self.A, self._spec, self.backend)
+        else:
+            ops.flush(rows, self.buffers, self.A, self.layout, self.backend, self._pool)
 
     def materialize(
         self, slots: Tensor, n: Tensor | None = None, target: Tensor | None = None, to_slots: Tensor | None = None

@@ -39,7 +39,7 @@ def compile_launch(kernel: JITFunction, target: GPUTarget, args: tuple, kwargs: 
 
 
 def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]]:
-    """Every launch of a decode and a verify step, a commit, fold, materialize, load and convolution of this case."""
+    """Every launch of a decode and a verify step, a commit, flush, materialize, load and convolution of this case."""
     layout = case.layout(conv=Conv(64), **kwargs)
     generator = torch.Generator().manual_seed(0)
     w = cases.weights(layout, generator)
@@ -66,7 +66,7 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
         ops.compact(rows, parents, slots, buffers, cursors.pending, layout, "triton")
         ops.commit(rows, None, cursors, layout, "triton")
         ops.commit(rows, slots, cursors, layout, "triton")
-        ops.fold(slots, buffers, cursors, A, layout, "triton")
+        ops.flush(rows, buffers, A, layout, "triton")
         ops.materialize(slots, slots, buffers, cursors, A, states, slots, layout, "triton")
         ops.load(states, buffers, cursors.key, slots, 0, layout, "triton")
     finally:
@@ -84,7 +84,7 @@ def low_precision(case: cases.Case, target_name: str) -> dict:
 def main(target_name: str, names: list[str], quick: bool) -> None:
     """Compile all variants of the named cases (default: all) for the target."""
     if not target_name.startswith("sm_"):
-        kernels.verify.dot_precision = lambda: "ieee"
+        kernels.verify.dot_precision = kernels.materialize.dot_precision = lambda: "ieee"
     every = [*cases.FAMILY.values(), *cases.READY.values(), *cases.MODELS, *cases.AWKWARD]
     variants = [{"act": torch.bfloat16, "W": 6, "T_max": 4}, {"act": torch.float16, "state": "fp16", "W": 32, "T_max": 16}]
     for case in [c for c in every if not names or c.name in names]:

@@ -128,10 +128,11 @@ def test_tickets_are_odd_and_new(pending):
 
 
 def in_order(rows: list[dict[str, int]]) -> None:
-    """Fills the column `order`: down it, the numbers of the rows that flush, then of the others."""
+    """Fills the columns `order`, down it the numbers of the rows that flush, then of the others, and `flushing`."""
     order = [i for i, r in enumerate(rows) if r["flush"]] + [i for i, r in enumerate(rows) if not r["flush"]]
     for row, i in zip(rows, order, strict=True):
         row["order"] = i
+        row["flushing"] = sum(r["flush"] for r in rows)
 
 
 @dataclass
@@ -190,12 +191,15 @@ class Both:
             append = (s.start + s.count) % self.layout.R
             rows = t[i] if style == "packed" else T
             low = (s.key + 2**31) % 2**32 - 2**31  # as int32
-            row = (slot, s.start, s.count, n, int(flush), append, first[i], rows, ticket, None, s.flushes, low, s.key >> 32)
+            row = (slot, s.start, s.count, n, int(flush), append, first[i], rows, ticket, None, s.flushes, low, s.key >> 32, 0)
             expected.append(dict(zip(PLAN, row, strict=True)))
         in_order(expected)
         for row in expected:
             if row["slot"] >= 0:
-                self.slots[row["slot"]].pending = row["ticket"]
+                s = self.slots[row["slot"]]
+                s.pending = row["ticket"]
+                if row["flush"]:  # whether or not a commit follows
+                    s.start, s.count, s.flushes = (s.start + s.count) % self.layout.R, 0, s.flushes + 1
         if self.plans:  # the plan buffer is about to be overwritten
             old, rows = self.plans.pop()
             self.plans.append((Plan(old.rows.clone(), old.T, old.tokens), rows))
@@ -216,11 +220,7 @@ class Both:
             s = self.slots[row["slot"]]
             kept = row["t"] if accepted is None else accepted[i]
             s.pending += 1
-            s.flushes += row["flush"]
-            if row["flush"]:
-                s.start, s.count = (row["start"] + row["count"]) % self.layout.R, kept
-            else:
-                s.count = row["count"] + kept
+            s.count += kept
 
     def fold(self, slots: list[int]):
         slots = self.settled(slots)
@@ -229,6 +229,7 @@ class Both:
             if slot >= 0:
                 s = self.slots[slot]
                 s.start, s.count, s.flushes = (s.start + s.count) % self.layout.R, 0, s.flushes + 1
+                s.pending += 2
 
     def restart(self, slots: list[int], keys: list[int] | None, load: bool):
         """Reset or load, also of slots whose step was dropped."""

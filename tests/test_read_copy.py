@@ -168,12 +168,12 @@ def test_readouts_read_the_copy_alone(name, T, backend):
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("state, read", [("e4m3+sr", None), ("fp32", "nvfp4")])
-def test_outputs_of_a_flush_are_those_of_the_unrounded_fold(state, read, backend, T):
-    """The first flush's outputs are as exact as fp32, whatever it stores; the step after it reads what was stored."""
+def test_a_flush_step_reads_what_its_flush_stored(state, read, backend, T):
+    """Outputs are as exact as what is stored, from the step on whose flush stored it first."""
     run = Requests(TINY["gdn"].layout(W=2 * T, T_max=T, state=state, read=read), [0, 1], backend)
     steps(run, T, 4)
     error = [relative(torch.stack(run.outputs[0][i * T : i * T + T]), run.oracle(0)[0][i * T : i * T + T]) for i in range(4)]
-    assert error[2] < 2e-6 and error[3] > 1e-3
+    assert min(error[2:]) > 1e-3
     assert all(e > 1e-3 if read else e < 2e-6 for e in error[:2])
 
 

@@ -1,4 +1,4 @@
-"""Plan, commit and the other moves of cursors: one tiny launch each for the whole model."""
+"""Plan and commit: one tiny launch each for the whole model."""
 
 from __future__ import annotations
 
@@ -99,6 +99,12 @@ def _plan_kernel(
     flushing = tl.sum(flush, 0)
     rank = tl.where(flush > 0, before - 1, flushing + i_b - before)
     tl.store(plan + rank * WIDTH + 9, i_b, mask=m_b)
+    tl.store(p + 13, flushing, mask=m_b)
+    # The flush is part of planning: a plan that is dropped leaves its slots folded, and the next one finds them so.
+    start, count = committed(start, count, flush, (1 - flush) * 0, R)
+    tl.store(cursors.start + slot, start, mask=live)
+    tl.store(cursors.count + slot, count, mask=live)
+    tl.store(cursors.flushes + slot, flushes + flush, mask=live)
     tl.store(cursors.pending + slot, ticket, mask=live)
 
 
@@ -117,26 +123,9 @@ def _commit_kernel(plan, accepted, cursors, B, R: tl.constexpr, WIDTH: tl.conste
     else:
         kept = tl.load(accepted + i_b, mask=live, other=0).to(tl.int32)
     start, count = committed(tl.load(p + 1, mask=live, other=0), tl.load(p + 2, mask=live, other=0), flush, kept, R)
-    flushes = tl.load(cursors.flushes + slot, mask=live, other=0) + flush
-
     tl.store(cursors.start + slot, start, mask=live)
     tl.store(cursors.count + slot, count, mask=live)
-    tl.store(cursors.flushes + slot, flushes, mask=live)
     tl.store(cursors.pending + slot, ticket + 1, mask=live)
-
-
-@triton.jit
-def _folded_kernel(slots, cursors, B, R: tl.constexpr, BLOCK: tl.constexpr):
-    i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + i_b, mask=i_b < B, other=-1).to(tl.int64)
-    live = slot >= 0
-    start = tl.load(cursors.start + slot, mask=live, other=0)
-    count = tl.load(cursors.count + slot, mask=live, other=0)
-    flushes = tl.load(cursors.flushes + slot, mask=live, other=0)
-    start, count = committed(start, count, 1, 0, R)
-    tl.store(cursors.start + slot, start, mask=live)
-    tl.store(cursors.count + slot, count, mask=live)
-    tl.store(cursors.flushes + slot, flushes + 1, mask=live)
 
 
 def plan(
@@ -183,10 +172,3 @@ def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> N
     B = plan.shape[0]
     with on_device(plan):
         _commit_kernel[(triton.cdiv(B, BLOCK),)](plan, accepted, cursors, B, R=R, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)
-
-
-def folded(slots: Tensor, cursors: Cursors, R: int) -> None:
-    """Move the cursors of slots that were folded in place."""
-    B = slots.shape[0]
-    with on_device(slots):
-        _folded_kernel[(triton.cdiv(B, BLOCK),)](slots, cursors, B, R=R, BLOCK=BLOCK)

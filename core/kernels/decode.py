@@ -1,4 +1,4 @@
-"""One token per row: outputs from checkpoint and ring, the new record appended, the ring folded first where the plan says so.
+"""One token per row: outputs from checkpoint and ring, the new record appended.
 
 P(x) = S0 (E(0,t) * x) + sum_j u_j (k_j^T (E(j,t) * x))
 u_t = beta_t (v_t - [DELTA] P(k_t)),  o_t = P(q_t) + u_t (k_t^T q_t)
@@ -14,81 +14,101 @@ from ..cursor import PLAN_WIDTH
 from ..launch import Launch
 from ..layout import Buffers, Layout
 from .arguments import Inputs, Weights, dims, on_device, tokens
-from .formats import load_read, load_state, planned_rng, store_state
+from .formats import load_read
 from .recurrence import (
     G_FLOOR,
     append_decay,
     append_record,
     at,
+    beta_of,
     decayed,
     dot,
-    fold,
+    g_of,
     inverse_norm,
-    load_beta,
     load_chunks,
-    load_g,
+    load_gates,
     load_scalars,
+    load_stored,
     readout,
     scaled,
     token,
+    widened,
     wrap,
 )  # fmt: skip
 
 
 @triton.jit
-def cumulative(pool, d, layer, slot, i_h, start, count, g):
-    """The ring's cumulative g after its newest record (0 for an empty ring) plus this token's, no lower than the floor."""
-    p_gsum = at(pool.gsum, layer, slot, i_h) + wrap(start + tl.maximum(count, 1) - 1, d.R) * pool.gsum.row
+def cumulative(newest, d, g):
+    """The ring's cumulative g after its newest record plus this token's, no lower than the floor."""
     if d.PER_CHANNEL:
-        newest = load_chunks(p_gsum, count > 0, d)
         gsum = ()
         for i_k in tl.static_range(d.K // d.BLOCK_K):
             gsum += (newest[i_k] + tl.maximum(g[i_k], G_FLOOR),)
         return gsum
     else:
-        return tl.load(p_gsum, mask=count > 0, other=0.0) + tl.maximum(g, G_FLOOR)
+        return newest + tl.maximum(g, G_FLOOR)
 
 
 @triton.jit
-def head_decay(w, pool, d, layer, slot, i_h, start, count, g, gsum):
-    """(E(j,t) [W], E(0,t)) of one g per head: exact suffix sums of A beta where g is derived, else by the ring's sums."""
-    if d.STORES_G:
-        return tl.exp(gsum - load_scalars(pool.gsum, d, layer, slot, i_h, start, count)), tl.exp(gsum)
+def load_newest(pool, d, layer, slot, i_h, start, count):
+    """The ring's cumulative g after its newest record, 0 for an empty ring."""
+    p_gsum = at(pool.gsum, layer, slot, i_h) + wrap(start + tl.maximum(count, 1) - 1, d.R) * pool.gsum.row
+    if d.PER_CHANNEL:
+        return load_chunks(p_gsum, count > 0, d)
     else:
-        o_j = tl.arange(0, d.W_PAD)
-        A = tl.load(w.A + i_h).to(tl.float32)
-        beta_after = load_scalars(pool.beta, d, layer, slot, i_h, wrap(start + 1, d.R), count - 1)
-        g_after = tl.where(o_j == count - 1, g, A * beta_after)
-        total = tl.sum(A * load_scalars(pool.beta, d, layer, slot, i_h, start, count), 0) + g
-        return tl.exp(tl.cumsum(g_after, 0, reverse=True)), tl.exp(total)
+        return tl.load(p_gsum, mask=count > 0, other=0.0)
 
 
 @triton.jit
-def history(q, k, pool, d, layer, slot, i_h, start, count, gsum):
-    """Each record's weight in P(q) and P(k), [W]: k_j^T (E(j,t) * x), times beta_j where the ring holds v instead of u;
-    a decay per head is left to the caller."""
-    i_g = i_h // (d.H // d.G)
+def load_window(ring, d, layer, slot, i_h, start, count):
+    """The records' rows of k or of a per-channel decay as stored: chunks [W, BK], zeros beyond."""
     o_j = tl.arange(0, d.W_PAD)
     m_j, row_j = (o_j < count)[:, None], wrap(start + o_j, d.R)[:, None]
-    a_q, a_k = tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32), tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32)
+    x = ()
     for i_k in tl.static_range(d.K // d.BLOCK_K):
         o_k = i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)[None, :]
         # Four values a thread: with eight of 16 bits, fp32 tiles of this shape would get eight too, half a sector at a time.
-        p_k = tl.max_contiguous(at(pool.k, layer, slot, i_g) + row_j * pool.k.row + o_k, [1, 4])
-        k_j = tl.load(p_k, mask=m_j, other=0.0).to(tl.float32)  # [W, BK]
+        p = tl.max_contiguous(at(ring, layer, slot, i_h) + row_j * ring.row + o_k, [1, 4])
+        x += (tl.load(p, mask=m_j, other=0.0),)
+    return x
+
+
+@triton.jit
+def load_decays(pool, d, layer, slot, i_h, start, count):
+    """What E(j,t) is made of: the records' cumulative g, or, where g is derived, beta of each and of the one after it."""
+    if d.PER_CHANNEL:
+        return load_window(pool.gsum, d, layer, slot, i_h, start, count)
+    elif d.STORES_G:
+        return load_scalars(pool.gsum, d, layer, slot, i_h, start, count)
+    else:
+        after = load_scalars(pool.beta, d, layer, slot, i_h, wrap(start + 1, d.R), count - 1)
+        return load_scalars(pool.beta, d, layer, slot, i_h, start, count), after
+
+
+@triton.jit
+def head_decay(decays, w, d, i_h, count, g, gsum):
+    """(E(j,t) [W], E(0,t)) of one g per head: exact suffix sums of A beta where g is derived, else by the ring's sums."""
+    if d.STORES_G:
+        return tl.exp(gsum - decays), tl.exp(gsum)
+    else:
+        A = tl.load(w.A + i_h).to(tl.float32)
+        g_after = tl.where(tl.arange(0, d.W_PAD) == count - 1, g, A * decays[1])
+        return tl.exp(tl.cumsum(g_after, 0, reverse=True)), tl.exp(tl.sum(A * decays[0], 0) + g)
+
+
+@triton.jit
+def history(q, k, k_j, gsum_j, gsum, d):
+    """Each record's weight in P(q) and P(k), [W]: k_j^T (E(j,t) * x); 1/|k_j|, beta_j and a decay per head are left to the caller."""
+    a_q, a_k = k_j[0] * 0.0, k_j[0] * 0.0
+    a_q, a_k = a_q.to(tl.float32), a_k.to(tl.float32)
+    for i_k in tl.static_range(d.K // d.BLOCK_K):
+        y = k_j[i_k].to(tl.float32)
         if d.PER_CHANNEL:
-            gsum_j = tl.load(at(pool.gsum, layer, slot, i_h) + row_j * pool.gsum.row + o_k, mask=m_j, other=0.0)
-            k_j *= tl.exp(gsum[i_k][None, :] - gsum_j)
-        a_q += k_j * q[i_k][None, :]
+            y *= tl.exp(gsum[i_k][None, :] - gsum_j[i_k])
+        a_q += y * q[i_k][None, :]
         if d.DELTA:
-            a_k += k_j * k[i_k][None, :]
-    w_q, w_k = tl.sum(a_q, 1), tl.sum(a_k, 1)
-    if d.NORMALIZE:
-        rnorm = load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
-        w_q, w_k = w_q * rnorm, w_k * rnorm
-    if d.BETA != "one" and not d.DELTA:
-        w_q *= load_scalars(pool.beta, d, layer, slot, i_h, start, count)
-    return w_q, w_k
+            a_k += y * k[i_k][None, :]
+    return tl.sum(a_q, 1), tl.sum(a_k, 1)
 
 
 @triton.jit
@@ -119,63 +139,70 @@ def _decode_kernel(
     i_s = tl.program_id(0) % SPLIT
     i_h = tl.program_id(0) // SPLIT % d.H
     i_g = i_h // (d.H // d.G)
-    p_plan = plan + tl.load(plan + tl.program_id(0) // SPLIT // d.H * WIDTH + 9) * WIDTH
+    p_plan = plan + tl.program_id(0) // SPLIT // d.H * WIDTH
     NV: tl.constexpr = d.V // BLOCK_V // SPLIT
     tile_v = i_s * NV * BLOCK_V + tl.arange(0, BLOCK_V)
 
     slot, start, count = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 1), tl.load(p_plan + 2)
-    live, flush, append, n = tl.load(p_plan + 3) > 0, tl.load(p_plan + 4) > 0, tl.load(p_plan + 5), tl.load(p_plan + 6)
-    if (live | flush) == 0:
+    t, flush, append, n = tl.load(p_plan + 3), tl.load(p_plan + 4), tl.load(p_plan + 5), tl.load(p_plan + 6)
+    count = tl.where(flush > 0, 0, count)
+    if t == 0:
         for i in range(tl.load(p_plan + 7)):  # rows that the batch row owns and no token fills
             for i_v in range(NV):
                 p_o = token(out, n + i, i_h) + tile_v + i_v * BLOCK_V
                 tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
         return
 
-    q, k = load_chunks(token(x.q, n, i_g), live, d), load_chunks(token(x.k, n, i_g), live, d)
-    rk = inverse_norm(k, d)
-    beta = load_beta(x, w, d, n, i_h, live)
-    g = load_g(x, w, d, n, i_h, live, beta)
-    gsum = g
+    # A program of one tile, as in small batches, loads all that needs no arithmetic first and so waits for memory once.
+    if NV == 1:
+        k_j = load_window(pool.k, d, layer, slot, i_g, start, count)
+        decays = load_decays(pool, d, layer, slot, i_h, start, count)
+    rnorm_j, beta_j, newest = 1.0, 1.0, 0.0
+    if d.NORMALIZE:
+        rnorm_j = load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
+    if d.BETA != "one" and not d.DELTA:
+        beta_j = load_scalars(pool.beta, d, layer, slot, i_h, start, count)
     if d.STORES_G:
-        gsum = cumulative(pool, d, layer, slot, i_h, start, tl.where(flush, 0, count), g)
-    if (i_s == 0) & live:
+        newest = load_newest(pool, d, layer, slot, i_h, start, count)
+    b, a = load_gates(x, d, n, i_h, True)
+    q, k = load_stored(token(x.q, n, i_g), True, d), load_stored(token(x.k, n, i_g), True, d)
+    o_j = tl.arange(0, d.W_PAD)
+    ring = pool.u if d.DELTA else pool.v
+    p_u = at(ring, layer, slot, i_h) + wrap(start + o_j, d.R)[:, None] * ring.row + tile_v[None, :]
+    m_j = (o_j < count)[:, None]
+    if NV == 1:
+        s, u_j = load_read(pool, d, layer, slot, i_h, tile_v), tl.load(tl.max_contiguous(p_u, [1, 4]), mask=m_j, other=0.0)
+
+    q, k = widened(q, d), widened(k, d)
+    beta = beta_of(b, w, d, i_h)
+    g = g_of(a, beta, w, d, i_h)
+    gsum = cumulative(newest, d, g) if d.STORES_G else g
+    rk = inverse_norm(k, d)
+    q_t, k_t = scaled(q, d.SCALE * inverse_norm(q, d), d), scaled(k, rk, d)
+    kq = dot(k_t, q_t, d)
+    if NV > 1:  # fewer registers
+        k_j = load_window(pool.k, d, layer, slot, i_g, start, count)
+        decays = load_decays(pool, d, layer, slot, i_h, start, count)
+    w_q, w_k = history(q_t, k_t, k_j, decays, gsum, d)
+    w_q, w_k, E_0 = w_q * rnorm_j * beta_j, w_k * rnorm_j, 1.0
+    if d.PER_CHANNEL:
+        q_t, k_t = decayed(q_t, gsum, d), decayed(k_t, gsum, d)
+    else:
+        E_j, E_0 = head_decay(decays, w, d, i_h, count, g, gsum)
+        w_q, w_k = w_q * E_j, w_k * E_j
+    for i_v in tl.range(NV, num_stages=STAGES):
+        o_v = tile_v + i_v * BLOCK_V
+        if NV > 1:
+            s = load_read(pool, d, layer, slot, i_h, o_v)
+            u_j = tl.load(tl.max_contiguous(p_u + i_v * BLOCK_V, [1, 4]), mask=m_j, other=0.0)  # [W, BV]
+        p_q = readout(s, q_t, d) * E_0 + tl.sum(u_j.to(tl.float32) * w_q[:, None], 0)
+        p_k = readout(s, k_t, d) * E_0 + tl.sum(u_j.to(tl.float32) * w_k[:, None], 0) if d.DELTA else 0.0
+        emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_k)
+    if i_s == 0:
         append_record(pool, d, layer, slot, i_h, append, True, k, rk, beta)
         if d.STORES_G:
             append_decay(pool.g, d, layer, slot, i_h, append, True, g)
             append_decay(pool.gsum, d, layer, slot, i_h, append, True, gsum)
-    q, k = scaled(q, d.SCALE * inverse_norm(q, d), d), scaled(k, rk, d)
-    kq = dot(k, q, d)
-
-    o_j = tl.arange(0, d.W_PAD)
-    row_j = wrap(start + o_j, d.R)
-    if flush:
-        q_t, k_t = decayed(q, g, d), decayed(k, g, d)
-        for i_v in tl.range(NV):
-            o_v = tile_v + i_v * BLOCK_V
-            s = load_state(pool, d, layer, slot, i_h, o_v)
-            s = fold(s, pool, w.A, d, layer, slot, i_h, start, count, o_v)
-            store_state(pool, d, layer, slot, i_h, o_v, s, planned_rng(p_plan))
-            if live:
-                p_k = readout(s, k_t, d) if d.DELTA else 0.0
-                emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, readout(s, q_t, d), p_k)
-    else:
-        w_q, w_k = history(q, k, pool, d, layer, slot, i_h, start, count, gsum)
-        E_0 = 1.0
-        if d.PER_CHANNEL:
-            q, k = decayed(q, gsum, d), decayed(k, gsum, d)
-        else:
-            E_j, E_0 = head_decay(w, pool, d, layer, slot, i_h, start, count, g, gsum)
-            w_q, w_k = w_q * E_j, w_k * E_j
-        for i_v in tl.range(NV, num_stages=STAGES):
-            o_v = tile_v + i_v * BLOCK_V
-            s = load_read(pool, d, layer, slot, i_h, o_v)
-            ring = pool.u if d.DELTA else pool.v
-            p_u = at(ring, layer, slot, i_h) + row_j[:, None] * ring.row + o_v[None, :]
-            u_j = tl.load(tl.max_contiguous(p_u, [1, 4]), mask=(o_j < count)[:, None], other=0.0).to(tl.float32)  # [W, BV]
-            p_q = readout(s, q, d) * E_0 + tl.sum(u_j * w_q[:, None], 0)
-            p_k = readout(s, k, d) * E_0 + tl.sum(u_j * w_k[:, None], 0) if d.DELTA else 0.0
-            emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_k)
 
 
 def decode(plan: Tensor, layer: int, x: Inputs, w: Weights, pool: Buffers, out: Tensor, layout: Layout, launch: Launch) -> None:

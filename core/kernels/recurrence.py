@@ -1,4 +1,4 @@
-"""Device helpers of the recurrence: gates, norms, records, the fold. Each quotes the formula it computes.
+"""Device helpers of the recurrence: gates, norms, records, sums over K. Each quotes the formula it computes.
 
 A row of K (q, k, a per-channel g) is a tuple of fp32 chunks [BK], and a tile of a state a tuple of [BV, BK]: sums over K are
 taken chunk by chunk in registers and across threads once, and no size of K is padded. Several tokens at once are chunks
@@ -168,18 +168,35 @@ def softplus(x):
 
 
 @triton.jit
-def load_beta(x, w, d, n, i_h, live):
-    """beta of token n: softplus(b + dt_bias), sigmoid(b), b or 1."""
-    beta = 1.0
+def load_gates(x, d, n, i_h, live):
+    """The inputs (b, a) of token n's beta and g as stored, where there are such; a in chunks of K per channel."""
+    b, a = 1.0, 0.0
     if d.BETA != "one":
-        beta = tl.load(token(x.b, n, i_h), mask=live, other=0.0).to(tl.float32)
+        b = tl.load(token(x.b, n, i_h), mask=live, other=0.0)
+    if d.STORES_G:
+        if d.PER_CHANNEL:
+            tall: tl.constexpr = len(n.shape) == 1
+            p_a = token(x.a, n, i_h)
+            a = load_stored(p_a[:, None] if tall else p_a, live[:, None] if tall else live, d)
+        else:
+            a = tl.load(token(x.a, n, i_h), mask=live, other=0.0)
+    return b, a
+
+
+@triton.jit
+def beta_of(b, w, d, i_h):
+    """softplus(b + dt_bias), sigmoid(b), b or 1."""
+    if d.BETA == "one":
+        return b
+    else:
+        beta = b.to(tl.float32)
         if d.BETA == "softplus":
             if w.dt_bias is not None:
                 beta += tl.load(w.dt_bias + i_h).to(tl.float32)
             beta = softplus(beta)
         if d.BETA == "sigmoid":
             beta = sigmoid(beta)
-    return beta
+        return beta
 
 
 @triton.jit
@@ -197,18 +214,18 @@ def gate(a, w, d, i_h, o_g):
 
 
 @triton.jit
-def load_g(x, w, d, n, i_h, live, beta):
-    """g of token n: A beta, or the gate of its input; chunks of K per channel, else a scalar."""
+def g_of(a, beta, w, d, i_h):
+    """A beta, or the gate of its input; chunks of K per channel."""
     if d.DECAY == "derived":
         return tl.load(w.A + i_h).to(tl.float32) * beta
     elif d.PER_CHANNEL:
-        a = load_chunks(token(x.a, n, i_h), live, d)
         g = ()
         for i_k in tl.static_range(d.K // d.BLOCK_K):
-            g += (gate(a[i_k], w, d, i_h, i_h * d.K + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)),)
+            o_g = i_h * d.K + i_k * d.BLOCK_K + tl.arange(0, d.BLOCK_K)
+            g += (gate(a[i_k].to(tl.float32), w, d, i_h, o_g),)
         return g
     else:
-        return gate(tl.load(token(x.a, n, i_h), mask=live, other=0.0).to(tl.float32), w, d, i_h, i_h)
+        return gate(a.to(tl.float32), w, d, i_h, i_h)
 
 
 @triton.jit
@@ -250,43 +267,6 @@ def load_scalars(ring, d, layer, slot, i_h, start, n):
     """The n records' scalars (beta, g, 1/|k|) from ring row `start` on: [W], zeros beyond."""
     o_j = tl.arange(0, d.W_PAD)
     return tl.load(at(ring, layer, slot, i_h) + wrap(start + o_j, d.R) * ring.row, mask=o_j < n, other=0.0)
-
-
-@triton.jit
-def record(pool, A, d, layer, slot, i_h, row, live, o_v):
-    """What came in with a ring row's token, as stored: k, v [BV], beta, g (its factor A where derived); zeros unless live."""
-    k = load_stored(at(pool.k, layer, slot, i_h // (d.H // d.G)) + row * pool.k.row, live, d)
-    v = tl.load(at(pool.v, layer, slot, i_h) + row * pool.v.row + o_v, mask=live, other=0.0)
-    beta = 1.0
-    if d.BETA != "one":
-        beta = tl.load(at(pool.beta, layer, slot, i_h) + row * pool.beta.row, mask=live, other=0.0)
-    if d.PER_CHANNEL:
-        g = load_stored(at(pool.g, layer, slot, i_h) + row * pool.g.row, live, d)
-    elif d.STORES_G:
-        g = tl.load(at(pool.g, layer, slot, i_h) + row * pool.g.row, mask=live, other=0.0)
-    else:
-        g = tl.load(A + i_h)
-    return k, v, beta, g
-
-
-@triton.jit
-def fold(s, pool, A, d, layer, slot, i_h, start, n, o_v):
-    """A state tile after n raw records from ring row `start` on, one token of the recurrence at a time.
-
-    s' = s exp(g);  u = beta (v - [DELTA] s' k);  s = s' + u k^T
-    """
-    k_next, v_next, beta_next, g_next = record(pool, A, d, layer, slot, i_h, start, n > 0, o_v)
-    for i in range(n):
-        k, u, beta, g = widened(k_next, d), v_next.to(tl.float32), beta_next, g_next
-        # The next record is under way, untouched, while this one is folded: a flush waits for this chain of tokens.
-        row = wrap(start + i + 1, d.R)
-        k_next, v_next, beta_next, g_next = record(pool, A, d, layer, slot, i_h, row, i + 1 < n, o_v)
-        k = scaled(k, inverse_norm(k, d), d)
-        s = decayed(s, g if d.STORES_G else g * beta, d)
-        if d.DELTA:
-            u -= readout(s, k, d)
-        s = updated(s, beta * u, k, d)
-    return s
 
 
 @triton.jit

@@ -6,9 +6,6 @@ The recurrence is linear in (S, V), so n records act on each row of a state alik
 
 Per head, N = X^T (E(i,n) * k_i) with (I + A) X = diag(beta), A_im = beta_i k_i^T (E(m,i) * k_m) for m < i: substitution in
 fp32, every exponent a sum of the g between. Per channel, N is what the recurrence itself makes of the unit vectors as values.
-
-For verify, which flushes a row every few steps: with T = 4 GDN took 303 us a step with it and 364 with the fold token by token.
-Decode keeps that one, whose registers are half as many: 182 us against 193 (batch 256, bench/results/h200/tried.json).
 """
 
 from __future__ import annotations

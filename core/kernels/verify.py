@@ -20,17 +20,18 @@ from ..cursor import PLAN_WIDTH
 from ..launch import Launch, dot_precision
 from ..layout import Buffers, Layout
 from .arguments import Inputs, Weights, dims, on_device, tokens
-from .formats import load_read, load_state, planned_rng, store_state
+from .formats import load_read
 from .recurrence import (
     G_FLOOR,
     append_decay,
     append_record,
     at,
+    beta_of,
     exp,
+    g_of,
     inverse_norm,
-    load_beta,
     load_chunks,
-    load_g,
+    load_gates,
     load_ring,
     load_scalars,
     load_stored,
@@ -40,7 +41,6 @@ from .recurrence import (
     widened,
     wrap,
 )
-from .response import folded, response
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def _verify_kernel(
 ):
     i_s = tl.program_id(0) % SPLIT
     i_h = tl.program_id(0) // SPLIT % d.H
-    i_b = tl.load(plan + tl.program_id(0) // SPLIT // d.H * WIDTH + 9)
+    i_b = tl.program_id(0) // SPLIT // d.H
     i_g = i_h // (d.H // d.G)
     p_plan = plan + i_b * WIDTH
     NV: tl.constexpr = d.V // BLOCK_V // SPLIT
@@ -262,7 +262,7 @@ def _verify_kernel(
         for i_v in range(NV):
             p_o = token(out, n + i, i_h) + tile_v + i_v * BLOCK_V
             tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
-    if ((t > 0) | flush) == 0:
+    if t == 0:
         return
 
     EXACT: tl.constexpr = x.q.ptr.dtype.element_ty != tl.float32
@@ -274,11 +274,11 @@ def _verify_kernel(
     raw = load_rows(x, d, n, i_g, i_x, is_k, m_x)
     rows = widened(raw, d)
     r = inverse_norm(rows, d) * tl.where(is_k, 1.0, d.SCALE)
-    beta = load_beta(x, w, d, n + i_x, i_h, m_x) * tl.full([2 * TH], 1.0, tl.float32)
-    if d.PER_CHANNEL:
-        g = load_g(x, w, d, (n + o_t)[:, None], i_h, m_t[:, None], 1.0)
-    else:
-        g = load_g(x, w, d, n + o_t, i_h, m_t, load_beta(x, w, d, n + o_t, i_h, m_t))
+    b, a = load_gates(x, d, n + o_t, i_h, m_t)
+    beta = beta_of(b, w, d, i_h)
+    g = g_of(a, beta, w, d, i_h)
+    beta = tl.full([TH], 1.0, tl.float32) * beta
+    beta = twice(beta, beta)
     live = tl.where(flush, 0, count)
     row = wrap(append + i_x, d.R)
     append_record(pool, d, layer, slot, i_h, row, m_x & is_k, raw, r, beta)
@@ -307,24 +307,13 @@ def _verify_kernel(
     weight, rows, factor = history(rows, r, c, last, w, pool, d, layer, slot, i_h, start, live, EXACT, PRECISION)
     EXACT_ROWS: tl.constexpr = EXACT and not d.PER_CHANNEL
 
-    if flush:
-        keys, scale, mix, out_rows, E = response(pool, w.A, d, layer, slot, i_h, start, count, EXACT, PRECISION)
-        for i_v in tl.range(NV):
-            o_v = tile_v + i_v * BLOCK_V
-            v_j = load_ring(pool.v, d, layer, slot, i_h, start, count, o_v)
-            s = load_state(pool, d, layer, slot, i_h, o_v)
-            s = folded(s, keys, scale, mix, out_rows, E, v_j, d, EXACT, PRECISION)
-            store_state(pool, d, layer, slot, i_h, o_v, s, planned_rng(p_plan))
-            p = rows_product(s, rows, d, PRECISION, False, EXACT_ROWS) * factor[None, :]
-            emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
-    else:
-        for i_v in tl.range(NV, num_stages=STAGES):
-            o_v = tile_v + i_v * BLOCK_V
-            s = load_read(pool, d, layer, slot, i_h, o_v)
-            u_j = load_ring(ring, d, layer, slot, i_h, start, live, o_v)
-            p = rows_product(s, rows, d, PRECISION, False, EXACT_ROWS) * factor[None, :]
-            p = product(u_j, weight, p, PRECISION, U_EXACT, False)
-            emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
+    for i_v in tl.range(NV, num_stages=STAGES):
+        o_v = tile_v + i_v * BLOCK_V
+        s = load_read(pool, d, layer, slot, i_h, o_v)
+        u_j = load_ring(ring, d, layer, slot, i_h, start, live, o_v)
+        p = rows_product(s, rows, d, PRECISION, False, EXACT_ROWS) * factor[None, :]
+        p = product(u_j, weight, p, PRECISION, U_EXACT, False)
+        emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
 
 
 def verify(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import KernelInterface
 
 MODULES = {"mamba2": "nemotron_h", "gdn": "qwen3_5", "kda": "kimi_linear"}
 NAMES = {"mamba2": "mamba2_chunk_scan", "gdn": "torch_chunk_gated_delta_rule", "kda": "chunk_kimi_delta_attention"}
@@ -28,15 +31,33 @@ def install(family: str, device: str) -> str:
     chunk, kind = plain, "transformers' torch code"
     if family != "mamba2":  # whose [64, 64, K] decays per chunk fill the memory otherwise
         chunk = partial(checkpoint, plain, use_reentrant=False)
-    if family != "mamba2" and device != "cpu":
-        try:
-            from fla.ops.kda import chunk_kda
-        except ImportError:
-            chunk_kda = None
-        if chunk_kda is not None and _agree(kda := _as_kda(chunk_kda), plain, family, device):
-            chunk, kind = kda, "flash-linear-attention's chunk_kda"
+    if device != "cpu":
+        fast = _flash_linear_attention(family)
+        if fast is not None and _agree(fast, plain, family, device):
+            chunk, kind = fast, "flash-linear-attention's kernels"
     setattr(module, NAMES[family], _without_autocast(chunk, device))
     return kind
+
+
+def _flash_linear_attention(family: str) -> Callable | None:
+    """The family's chunk function by that package, or None without it."""
+    try:
+        from fla.ops.kda import chunk_kda
+        from fla.ops.simple_gla import chunk_simple_gla
+    except ImportError:
+        return None
+    _untuned("fla")
+    return _as_simple_gla(chunk_simple_gla) if family == "mamba2" else _as_kda(chunk_kda)
+
+
+def _untuned(package: str) -> None:
+    """One launch setting for each kernel of a package, near four warps: tuning them takes longer than training."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        for kernel in vars(sys.modules[name]).values():
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None) if isinstance(kernel, KernelInterface) else None
+            if kernel is not None:
+                kernel.configs = sorted(kernel.configs, key=lambda one: (abs(one.num_warps - 4), one.num_stages))[:1]
 
 
 def _without_autocast(chunk: Callable, device: str) -> Callable:
@@ -58,19 +79,52 @@ def _as_kda(chunk_kda: Callable) -> Callable:
     return chunk
 
 
+def _as_simple_gla(chunk_simple_gla: Callable) -> Callable:
+    def chunk(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
+              dt_limit=(0.0, float("inf")), return_final_states=False, **kwargs):  # fmt: skip
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).float().clamp(*dt_limit)
+        heads = hidden_states.shape[2] // B.shape[2]
+        q, k = (x.bfloat16().repeat_interleave(heads, 2) for x in (C, B))
+        v = (hidden_states * dt[..., None]).bfloat16()
+        states = {"initial_state": initial_states, "output_final_state": True, "state_v_first": True}
+        o, state = chunk_simple_gla(q, k, v, A.float() * dt, scale=1.0, **states)
+        o = o if D is None else o + D[..., None] * hidden_states
+        return (o, state) if return_final_states else o
+
+    return chunk
+
+
+def _case(family: str, device: str) -> tuple[list[Tensor], Callable[[Callable, list[Tensor]], tuple[Tensor, Tensor]]]:
+    """Inputs of a chunk function, each of which has a gradient, and how it is called with them."""
+    generator = torch.Generator().manual_seed(0)
+    wide, flat, scale = (2, 256, 2, 64), (2, 256, 2), torch.tensor([0.1, 10.0])  # a slow and a fast head
+    decays = wide if family == "kda" else flat
+    x = [torch.randn(shape, generator=generator) for shape in (wide, wide, wide, decays, flat, (2, 2, 64, 64))]
+    if family == "mamba2":
+        x = [x[0], F.softplus(x[3]), -scale, x[1] / 8, x[2] / 8, x[5]]
+        exact = (1, 2, 5)
+    else:
+        x[3], x[4] = -F.softplus(x[3]) * (scale[:, None] if family == "kda" else scale), torch.sigmoid(x[4])
+        exact = (3, 5)
+    inputs = [one.to(device) if i in exact else one.to(device, torch.bfloat16) for i, one in enumerate(x)]
+
+    def call(chunk: Callable, leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        *given, initial = leaves
+        if family == "mamba2":
+            return chunk(*given, chunk_size=64, initial_states=initial, return_final_states=True)
+        return chunk(*given, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+    return inputs, call
+
+
 def _agree(ours: Callable, plain: Callable, family: str, device: str) -> bool:
     """Whether outputs, final states and gradients of two chunk functions are equal to bf16 precision."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 256, 2, 64)] * 3 + [(2, 256, 2, 64) if family == "kda" else (2, 256, 2), (2, 256, 2), (2, 2, 64, 64)]
-    x = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    scale = torch.tensor([0.1, 10.0], device=device)  # a slow and a fast head
-    x[3], x[4] = -F.softplus(x[3]) * (scale[:, None] if family == "kda" else scale), torch.sigmoid(x[4])
-    x = [one.bfloat16() if i in (0, 1, 2, 4) else one for i, one in enumerate(x)]
+    x, call = _case(family, device)
 
     def results(chunk: Callable) -> list[Tensor]:
         leaves = [one.detach().clone().requires_grad_() for one in x]
-        *inputs, initial = leaves
-        o, state = chunk(*inputs, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        o, state = call(chunk, leaves)
         (o.float().sin().sum() + state.float().sin().sum()).backward()
         return [o, state, *(leaf.grad for leaf in leaves)]
 

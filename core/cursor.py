@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 # Columns of a plan row (int32). `rows`: packed token rows the batch row owns, from `first` on; `t` of them are live tokens.
-# `start` and `count` are from before the flush that a plan does, and `flushes` with the two parts of `key` are what its rounding
-# is keyed by. `order` is no part of its row: read down the column it lists all rows, the `flushing` that flush first.
+# `start` and `count` are from before the flush that a plan does; `flushes` and the two parts of `key` are what its rounding is
+# keyed by. `order` is no part of its row: read down the column it lists all rows, the `flushing` that flush first.
 PLAN = (
     "slot", "start", "count", "t", "flush", "append", "first", "rows", "ticket", "order", "flushes", "key_low", "key_high",
     "flushing",

@@ -13,7 +13,7 @@ __all__ = ["best_window", "flush_rule", "phase"]
 
 
 def best_window(layout: Layout, windows: range = range(1, 65), tokens: int = 1, acceptance: float = 1.0) -> int:
-    """The window of least bytes per step for this layout (about ``sqrt(2 S / r)``), from the byte model alone.
+    """The window of least bytes per step for this layout (about ``sqrt(4 S / r)``), from the byte model alone.
 
     Only windows that hold the layout's ``T_max`` tokens are considered.
 

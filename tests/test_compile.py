@@ -14,7 +14,6 @@ KERNELS = {
     "_plan_kernel",
     "_commit_kernel",
     "_compact_kernel",
-    "_folded_kernel",
     "_decode_kernel",
     "_verify_kernel",
     "_materialize_kernel",

@@ -73,7 +73,7 @@ def op_calls(case):
     s.commit(plan, one.ints(2, 0, 1), one.ints(0, 1, 0, 0, 0, 0).view(3, 2))
     for n in (None, one.ints(1, 0, 0)):
         yield "materialize", (one.slots, n, *s.buffers, *s.cursors, s.A, one.states(), torch.tensor([1, 0, 2]), *end)
-    yield "fold", (one.slots, *s.buffers, *s.cursors, s.A, *end)
+    yield "flush", (s.plan(one.slots, t=0, force=one.ints(1, 0, 1)).rows, *s.buffers, s.A, *end)
     yield "load", (one.states(), *s.buffers[: len(STORED)], s.cursors.key, one.slots, 0, *end)
 
 
@@ -97,14 +97,14 @@ def test_what_ops_declare_written():
     moved = {"start", "count", "flushes"}
     stored = {f"buffer_{name}" for name in STORED}
     ring = {f"buffer_{name}" for name in ("k", "v", "beta", "g", "u", "gsum", "rnorm")}
-    assert {name: writes(name) for name in ("plan", "compact", "commit", "step", "conv", "materialize", "fold", "load")} == {
-        "plan": {"pending", "out", "tree"},
+    assert {name: writes(name) for name in ("plan", "compact", "commit", "step", "conv", "materialize", "flush", "load")} == {
+        "plan": moved | {"pending", "out", "tree"},
         "compact": {"buffer_conv"} | ring,
-        "commit": moved | {"pending"},
-        "step": {"out"} | stored | ring,
+        "commit": {"start", "count", "pending"},
+        "step": {"out"} | ring,
         "conv": {"ring", "out"},
         "materialize": {"target"},
-        "fold": stored | moved,
+        "flush": stored,
         "load": stored,
     }
 

@@ -98,9 +98,8 @@ def head_decay(decays, w, d, i_h, count, g, gsum):
 
 @triton.jit
 def history(q, k, k_j, gsum_j, gsum, d):
-    """Each record's weight in P(q) and P(k), [W]: k_j^T (E(j,t) * x); 1/|k_j|, beta_j and a decay per head are left to the caller."""
-    a_q, a_k = k_j[0] * 0.0, k_j[0] * 0.0
-    a_q, a_k = a_q.to(tl.float32), a_k.to(tl.float32)
+    """Each record's weight in P(q) and P(k), [W]: k_j^T (E(j,t) * x); 1/|k_j|, beta_j and a decay per head come later."""
+    a_q, a_k = tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32), tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32)
     for i_k in tl.static_range(d.K // d.BLOCK_K):
         y = k_j[i_k].to(tl.float32)
         if d.PER_CHANNEL:

@@ -7,7 +7,7 @@
 Both are linear in what a row of V brings, w = [P(Q), V - P(K)]: [O, U] = w (B + I)^T with one small matrix B per head. A token
 that is no ancestor never reaches another's row: B is made by selection, and what is not finite in w is left out of the product
 and put back where it belongs. Decode has a kernel of its own, since a matrix product has at least 16 columns: GDN at batch 256
-takes 181 us there and 299 here with T = 4 (bench/results/h200).
+takes 167 us there and 272 here with T = 4 (bench/results/h200).
 """
 
 from __future__ import annotations

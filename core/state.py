@@ -11,6 +11,7 @@ from . import checks, cursor, ops, transfer
 from .checks import FLAGS, INTEGERS, Checks, describe, expect
 from .cursor import PLAN_WIDTH, Cursors, Plan
 from .export import Export
+from .formats import Stored
 from .layout import ACTIVATIONS, STORED, Buffers, Layout
 
 
@@ -411,22 +412,31 @@ class ReplayState:
                     ops.eager.scatter(one, slots, one.new_zeros(()).expand(slots.shape[0], *one.shape[1:]))
         self._restart(slots, keys)
 
-    def copy(self, src: Tensor, dst: Tensor) -> None:
+    def adopt(self, slots: Tensor, keys: Tensor | None = None) -> None:
+        """The slots start anew, with empty rings, from the checkpoints they hold: the engine that owns those has written them.
+
+        A layout with a read copy or a convolution window needs ``load`` or, after this, ``load_layer``.
+        """
+        self._checks.keys(keys, self._checks.slots("slots", slots, settled=True, distinct=True))
+        self._restart(slots, keys)
+
+    def copy(self, src: Tensor, dst: Tensor, checkpoint: bool = True) -> None:
         """Slot dst[i] becomes everything slot src[i] is: checkpoint, ring, convolution window, cursors, key.
 
         All sources are read before any destination is written, so permutations are fine; a destination named twice is not.
-        Pairs with a negative side are skipped.
+        Pairs with a negative side are skipped. Without ``checkpoint``, all but that: the engine that owns it has moved it.
         """
         B = self._checks.slots("src", src, settled=True)
         if self._checks.slots("dst", dst, settled=True, distinct=True) != B:
             raise ValueError(f"dst: expected {B} slots as in src, got {dst.shape[0]}")
         to = torch.where(src >= 0, dst, -1)
-        transfer.copy(src, to, self.buffers, self.cursors)
+        owned = {} if checkpoint else dict.fromkeys(STORED[: len(Stored._fields)])
+        transfer.copy(src, to, self.buffers._replace(**owned), self.cursors)  # type: ignore[arg-type]  # None: stays
         self._settle(to)
 
-    def move(self, src: Tensor, dst: Tensor) -> None:
+    def move(self, src: Tensor, dst: Tensor, checkpoint: bool = True) -> None:
         """``copy``, then ``release`` of the sources that are no destination as well."""
-        self.copy(src, dst)
+        self.copy(src, dst, checkpoint)
         gone = (src >= 0) & (dst >= 0) & ~torch.isin(src, dst)
         self.release(torch.where(gone, src, -1))
 

@@ -238,6 +238,30 @@ def test_move_takes_everything_and_releases(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", FAMILY.values(), ids=str)
+def test_an_engine_that_owns_checkpoints_writes_and_moves_them(case, backend):
+    """Adopted states are those that were written in place; where the engine moved a checkpoint, all else follows it."""
+    run = Requests(case.layout(W=4), [1, 2], backend)
+    state, keys = run.state, torch.tensor([7, 8], device=DEVICE)
+    for _ in range(3):
+        run.decode([1, 2])
+    state.buffers.state[:, [1, 2]] = run.initial[None].to(DEVICE)
+    state.adopt(run.tensor([1, 2]), keys)
+    run.tokens, run.outputs = {1: [], 2: []}, {1: [], 2: []}
+    assert not any(x[[1, 2]].any() for x in state.cursors[:2]) and state.cursors.key[[1, 2]].equal(keys)
+    for _ in range(3):
+        run.decode([2, 1])
+    moved = state.buffers.state[:, 2].clone()
+    state.buffers.state[:, 3], state.buffers.state[:, 2] = moved, float("nan")
+    state.move(run.tensor([2]), run.tensor([3]), checkpoint=False)
+    assert torch.equal(state.buffers.state[:, 3], moved)
+    run.live, run.tokens[3], run.outputs[3] = [1, 3], run.tokens.pop(2), run.outputs.pop(2)
+    for _ in range(4):
+        run.decode([3, 1])
+    run.check(BOUND)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", FAMILY.values(), ids=str)
 def test_a_request_aborted_in_the_midst_of_a_step(case, backend):
     """Its slot's next request sees nothing of it, of NaN among its inputs, or of the step's late commit."""
     run = Requests(case.layout(W=3, T_max=2), [1, 2], backend)

@@ -145,7 +145,7 @@ class CurrentV2(Pool):
             conv=self.all_conv_states[layer], temporal=self.all_ssm_states[layer],
             intermediate_conv_window=None if scratch is None else scratch[layer], intermediate_ssm=None,
             **{name: getattr(self, name) for name in ("old_x", "old_B", "old_dt", "old_dA_cumsum")},
-            cache_buf_idx=None, prev_num_accepted_tokens=None, has_kda_replay_caches=False,
+            cache_buf_idx=None, prev_num_accepted_tokens=None, mamba_ssm_rand_seed=None, has_kda_replay_caches=False,
         )  # fmt: skip
 
     def get_replay_state_update_metadata(self):

@@ -6,7 +6,6 @@ it raises, which is how tests see that the shim replaced a call. Tensor argument
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from dataclasses import make_dataclass
@@ -39,6 +38,10 @@ def generate(contract: Contract, form: Form, behaviours: dict[str, Any], version
             made = _made(symbol, behaviours.get(symbol.name), _module(modules, places[0]), names)
             for place in places:
                 setattr(_module(modules, place), symbol.name, made)
+        elif symbol.kind == "method":
+            owner, name = symbol.name.split(".")
+            method = classmethod(_raising(symbol.name, symbol.parameters))
+            setattr(_module(modules, symbol.modules[0]), owner, type(owner, (), {name: method}))
     for model in contract.models.values():
         behaviour = behaviours.get(model.class_name) or behaviours["model"]
         setattr(_module(modules, model.module), model.class_name, type(model.class_name, (behaviour,), {}))
@@ -109,10 +112,11 @@ def _class(symbol: Symbol, behaviour: Any, module: ModuleType, names: set[str]) 
         _same(symbol.name, behaviour.__init__, symbol.parameters)
     for name, parameters in symbol.methods.items():
         if parameters == "property":
-            members[name] = property(functools.partial(_without_behaviour, f"{symbol.name}.{name}"))
+            members[name] = property(_raising(f"{symbol.name}.{name}", []))
         elif behaviour is None or not hasattr(behaviour, name):
-            members[name] = functools.partialmethod(_without_behaviour, f"{symbol.name}.{name}")
-            members[name].__signature__ = signature(parameters)  # type: ignore[attr-defined]
+            members[name] = _raising(f"{symbol.name}.{name}", parameters)
+    if behaviour is None and symbol.parameters:
+        members["__signature__"] = signature(symbol.parameters)
     for one in reversed(() if behaviour is None else behaviour.__mro__[:-1]):
         for name, member in vars(one).items():
             if name in symbol.methods:
@@ -129,8 +133,15 @@ def _class(symbol: Symbol, behaviour: Any, module: ModuleType, names: set[str]) 
     return type(symbol.name, getattr(behaviour, "bases", ()), members)
 
 
-def _without_behaviour(name: str, self: Any, *args, **kwargs) -> Any:
-    raise NotReplaced(f"fake {name} was called")
+def _raising(name: str, parameters: list[str]) -> Any:
+    """A method without a behaviour."""
+
+    def fake(self: Any, *args, **kwargs) -> Any:
+        raise NotReplaced(f"fake {name} was called")
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    fake.__signature__ = inspect.Signature([own, *signature(parameters).parameters.values()])  # type: ignore[attr-defined]
+    return fake
 
 
 def _same(name: str, behaviour: Any, parameters: Any) -> None:

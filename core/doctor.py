@@ -100,7 +100,13 @@ INTEGRATIONS = (
     ),
     Integration("sglang", "sglang"),
     Integration("flashinfer", "flashinfer-python"),
-    Integration("trtllm", "tensorrt-llm"),
+    Integration(
+        "trtllm",
+        "tensorrt-llm",
+        families=("mamba2", "gdn", "kda", "kda_safe"),
+        modes=("decode", "verify (chains)"),
+        limits=("not compared with this engine: python -m replayssm.integrations.trtllm.conformance does that", "no trees"),
+    ),
 )
 
 

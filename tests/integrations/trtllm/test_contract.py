@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import tomllib
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("pydantic")
@@ -17,6 +22,20 @@ sources: {here: {file: a.py, commit: %s, standing: main}}
 models: {A: {module: engine.a, class: A, family: gdn}}
 symbols: [{name: f, kind: function, modules: [engine.a], source: here, parameters: [x, "*", y=, "**"]}]
 """ % ("a" * 40)
+
+
+def test_the_extra_installs_the_contract_s_versions():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert f"tensorrt-llm{contract.load().versions}" in project["optional-dependencies"]["trtllm"]
+
+
+def test_custom_module_dirs(monkeypatch):
+    """TensorRT-LLM puts the folder's parent first on sys.path: nothing else may lie there."""
+    folder = Path(contract.__file__).parent / "modules" / "replayssm_trtllm"
+    assert {one.name for one in folder.parent.iterdir()} <= {"__init__.py", "__pycache__", folder.name}
+    monkeypatch.syspath_prepend(str(folder.parent))
+    importlib.import_module(folder.name)
+    assert sys.modules[folder.name].replayssm.integrations.trtllm.contract is contract
 
 
 def test_every_symbol_says_where_it_was_read():

@@ -1,0 +1,1 @@
+"""Folders for TensorRT-LLM's ``--custom_module_dirs``."""

@@ -88,7 +88,7 @@ class Recurrent:
 
     def begin(self, batch: Batch, engine_decodes: bool = False) -> None:
         """Plan the step of the batch's rows after its prompts, or hand their exact states to the engine that decodes them."""
-        slots = torch.where(self.dummy[: batch.slots.shape[0]], -1, batch.slots)
+        slots = batch.slots.masked_fill(self.dummy[: batch.slots.shape[0]], -1)
         rows = slots[batch.contexts :]
         self.plan = None
         self._written = slots if engine_decodes else slots[: batch.contexts]

@@ -27,11 +27,12 @@ class Pool:
         self._n_groups_per_rank = one.mamba_n_groups
         self.ssm_state_dtype, self.conv_state_dtype = dtypes
         self.spec_config, self.kv_cache_config = one.spec_config, one.kv_cache_config
-        ssm = torch.full((slots, layers, *ssm_shape), float("nan"), dtype=dtypes[0])
-        conv = torch.full((slots, layers, *conv_shape), float("nan"), dtype=dtypes[1])
+        self.fake_device = device = one.kv_cache_config.device
+        ssm = torch.full((slots, layers, *ssm_shape), float("nan"), dtype=dtypes[0], device=device)
+        conv = torch.full((slots, layers, *conv_shape), float("nan"), dtype=dtypes[1], device=device)
         self.all_ssm_states = [ssm[:, layer] for layer in range(layers)]
         self.all_conv_states = [conv[:, layer] for layer in range(layers)]
-        self.cuda_state_indices = torch.zeros(rows, dtype=torch.int32)
+        self.cuda_state_indices = torch.zeros(rows, dtype=torch.int32, device=device)
         self._host_state_indices = torch.zeros(rows, dtype=torch.int32)
         self._request_id_to_state_index, self._request_id_to_is_dummy, self.kv_cache_map = {}, {}, {}
         self.fake_free = list(range(slots - 1))  # the last slot is all paddings'
@@ -116,15 +117,18 @@ class CurrentV2(Pool):
         self.old_x = self.old_B = self.old_dt = self.old_dA_cumsum = None
         if use_replay_state_update:
             L, S, rows = mamba_num_layers, kv_cache_config.slots, max(16, spec_config.tokens_per_gen_step)
-            self.old_x = torch.zeros(L, S, 2, rows, mamba_num_heads, mamba_head_dim, dtype=mamba_cache_dtype)
-            self.old_B = torch.zeros(L, S, 2, rows, mamba_n_groups, mamba_d_state, dtype=mamba_cache_dtype)
-            self.old_dt, self.old_dA_cumsum = torch.zeros(2, L, S, 2, mamba_num_heads, rows).unbind()
+            on = {"dtype": mamba_cache_dtype, "device": self.fake_device}
+            self.old_x = torch.zeros(L, S, 2, rows, mamba_num_heads, mamba_head_dim, **on)
+            self.old_B = torch.zeros(L, S, 2, rows, mamba_n_groups, mamba_d_state, **on)
+            self.old_dt, self.old_dA_cumsum = torch.zeros(2, L, S, 2, mamba_num_heads, rows, device=self.fake_device).unbind()
 
     def _setup_mtp_intermediate_states(self, spec_config, max_batch_size):
         self.intermediate_ssm_states, self.intermediate_conv_states = None, None
         if spec_config is not None:
             shape = (len(self.all_conv_states), max_batch_size, spec_config.tokens_per_gen_step, *self.conv_state_shape)
-            self.intermediate_conv_states = torch.full(shape, float("nan"), dtype=self.conv_state_dtype)
+            self.intermediate_conv_states = torch.full(
+                shape, float("nan"), dtype=self.conv_state_dtype, device=self.fake_device
+            )
 
     def _refresh_dummy_request_mask(self, is_dummy):
         self.fake_mask = torch.tensor(is_dummy)
@@ -251,7 +255,7 @@ def fake_batch(manager, attn_metadata, accepted):
     count = rows.stop - rows.start
     return SimpleNamespace(
         num_accepted_tokens=accepted[rows], accepted_positions=accepted[rows] - 1,
-        source_state_indices=torch.arange(count, dtype=torch.int32),
+        source_state_indices=torch.arange(count, dtype=torch.int32, device=accepted.device),
         destination_state_indices=manager.cuda_state_indices[rows], is_dummy_request=None,
     )  # fmt: skip
 
@@ -259,7 +263,7 @@ def fake_batch(manager, attn_metadata, accepted):
 def promote(states: list[Tensor], scratch: Tensor, position: Tensor, slots: Tensor) -> None:
     """The engine's promotion of accepted convolution windows."""
     for layer, one in enumerate(states):
-        one[slots.long()] = scratch[layer, torch.arange(len(position)), position.long()]
+        one[slots.long()] = scratch[layer, torch.arange(len(position), device=position.device), position.long()]
 
 
 def _promote_mamba_state_triton(

@@ -95,7 +95,7 @@ class Mamba2Mixer(Mixer):
             scratch = cache.intermediate_conv_window if verify else None
             x = self.fake_inputs(self.fake_windows(xBC, cache.conv, slots[of.num_contexts :], scratch, T), hidden_states[p:])
             H, _, V, K = self.fake_sizes
-            out = torch.full((n * T, H, V), float("nan"), dtype=xBC.dtype)
+            out = torch.full((n * T, H, V), float("nan"), dtype=xBC.dtype, device=xBC.device)
             given = {"D": self.D[:, None].expand(H, V), "dt_bias": self.dt_bias[:, None].expand(H, V), "dt_softplus": True,
                      "state_batch_indices": slots[of.num_contexts :]}  # fmt: skip
             A = self.A[:, None, None].expand(H, V, K)

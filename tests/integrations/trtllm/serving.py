@@ -82,8 +82,9 @@ class Serving:
         settings: what stands under ``model_kwargs: replayssm``.
     """
 
-    def __init__(self, form, family, drafts, monkeypatch, seed=0, pool=torch.float32, **settings):
+    def __init__(self, form, family, drafts, monkeypatch, seed=0, pool=torch.float32, device="cpu", **settings):
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.device = torch.device(device)
         self.row, family = ROWS[family], family.removesuffix("_safe")
         self.family, self.drafts, self.form = family, drafts, form
         H, G, V, K = self.sizes = SIZES[family]
@@ -105,8 +106,8 @@ class Serving:
     def _config(self, modules, settings):
         mixer = next(vars(m)[CLASSES[self.family]] for m in modules.values() if CLASSES[self.family] in vars(m))
         layout = Layout(self.row, *self.sizes)
-        self.w = [weights(layout, self.generator) for _ in range(LAYERS)]
-        self.conv = [torch.randn(self.channels, WIDTH, generator=self.generator) / 2 for _ in range(LAYERS)]
+        self.w = [weights(layout, self.generator, self.device) for _ in range(LAYERS)]
+        self.conv = [self._randn(self.channels, WIDTH) / 2 for _ in range(LAYERS)]
 
         def build():
             return [
@@ -129,11 +130,14 @@ class Serving:
         H, G, V, K = self.sizes
         spec = SimpleNamespace(tokens_per_gen_step=self.drafts + 1) if self.drafts else None
         extra = {"kda_replay_num_spec": self.drafts} if self.form == "current" and self.family == "kda" and self.drafts else {}
+        config = SimpleNamespace(slots=SLOTS, device=self.device, enable_kv_pool_rebalance=False)
         return get_kv_cache_manager_cls(self.config, None)(
-            K, WIDTH, H, G, V, LAYERS, [True] * LAYERS, torch.float32, pool,
-            SimpleNamespace(slots=SLOTS, enable_kv_pool_rebalance=False), None, num_layers=0, num_kv_heads=0, head_dim=1,
-            tokens_per_block=32, max_seq_len=99, max_batch_size=BATCH, mapping=None, spec_config=spec, **extra,
+            K, WIDTH, H, G, V, LAYERS, [True] * LAYERS, torch.float32, pool, config, None, num_layers=0, num_kv_heads=0,
+            head_dim=1, tokens_per_block=32, max_seq_len=99, max_batch_size=BATCH, mapping=None, spec_config=spec, **extra,
         )  # fmt: skip
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device)
 
     # ---- requests ------------------------------------------------------------------------------------------------------
 
@@ -148,8 +152,8 @@ class Serving:
         self._next += 1
         self.manager.fake_take(rid)
         self.truth[rid] = Truth(
-            [torch.zeros(H, V, K, dtype=torch.float64) for _ in range(LAYERS)],
-            [torch.zeros(WIDTH - 1, self.channels, dtype=torch.float64) for _ in range(LAYERS)],
+            [torch.zeros(H, V, K, dtype=torch.float64, device=self.device) for _ in range(LAYERS)],
+            [torch.zeros(WIDTH - 1, self.channels, dtype=torch.float64, device=self.device) for _ in range(LAYERS)],
         )
         return rid
 
@@ -185,7 +189,7 @@ class Serving:
         batch = SimpleNamespace(context_requests=contexts, generation_requests=generations)
         self.manager.prepare_resources(batch)
         lengths = [*prompts.values(), *[T] * len(generations)]
-        hidden = torch.randn(LAYERS, sum(lengths), self.width, generator=self.generator)
+        hidden = self._randn(LAYERS, sum(lengths), self.width)
         metadata = self._metadata(prompts, len(generations), sum(prompts.values()), sum(lengths))
         spec = SimpleNamespace(runtime_draft_len=T - 1) if self.drafts and verify else None
         outputs = []
@@ -197,7 +201,7 @@ class Serving:
             outputs.append(module.fake_done.pop())
         kept = [self.random.randint(1, T) for _ in running]
         if self.drafts and verify and generations:
-            accepted = torch.tensor([1] * len(prompts) + kept + [T] * dummies, dtype=torch.int32)
+            accepted = torch.tensor([1] * len(prompts) + kept + [T] * dummies, dtype=torch.int32, device=self.device)
             self.manager.update_mamba_states(metadata, accepted, self.manager.cuda_state_indices)
         self._compare(hidden, outputs, [*prompts, *running], lengths, [*prompts.values(), *kept])
         return kept
@@ -238,7 +242,7 @@ class Serving:
 
     def states_of(self, rid: int) -> float:
         """How far the materialized states of a request are off its truth."""
-        slot = torch.tensor([self.manager._request_id_to_state_index[rid]], dtype=torch.int32)
+        slot = torch.tensor([self.manager._request_id_to_state_index[rid]], dtype=torch.int32, device=self.device)
         states = self.recurrent.state.materialize(slot)[:, 0].double()
         wanted = torch.stack(self.truth[rid].states)
         return float((states - wanted).abs().max() / wanted.square().mean().sqrt())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from replayssm import GDN, KDA, KDA_SAFE, MAMBA2, Conv, Layout, Recurrence
 
+from . import engine
 from .contract import Family
 from .settings import Settings
 
@@ -79,11 +79,8 @@ def _checkpoint(pool: torch.dtype, settings: Settings, context: Any) -> str:
     return settings.checkpoint
 
 
-def stacked(states: list[Tensor] | Tensor, stack: Callable[[list[Tensor]], Tensor | None] | None = None) -> Tensor:
-    """One view [L, S, ...] of per-layer pool views [S, ...] that lie at one stride.
-
-    Args:
-        stack: the engine's own function for views of memory that no common torch storage holds.
+def stacked(states: list[Tensor] | Tensor) -> Tensor:
+    """One view [L, S, ...] of per-layer pool views [S, ...] that lie at one stride, whatever torch storages they have.
 
     Raises: NotImplementedError: layers at no one stride, which the kernels could not address.
     """
@@ -95,16 +92,17 @@ def stacked(states: list[Tensor] | Tensor, stack: Callable[[list[Tensor]], Tenso
     step, size = states[1].data_ptr() - first.data_ptr(), first.element_size()
     alike = all(x.shape == first.shape and x.stride() == first.stride() and x.dtype == first.dtype for x in states)
     spaced = all(x.data_ptr() == first.data_ptr() + i * step for i, x in enumerate(states))
-    if alike and spaced and step > 0 and step % size == 0:
-        if all(x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for x in states):
-            return first.as_strided((len(states), *first.shape), (step // size, *first.stride()))
-        view = stack(states) if stack else None
-        if view is not None:
-            return view
-    raise NotImplementedError(
-        f"state pool: expected {len(states)} layers of one shape at one stride, got addresses "
-        f"{[x.data_ptr() for x in states[:4]]}... with strides {first.stride()}"
-    )
+    if not (alike and spaced and step > 0 and step % size == 0):
+        raise NotImplementedError(
+            f"state pool: expected {len(states)} layers of one shape at one stride, got addresses "
+            f"{[x.data_ptr() for x in states[:4]]}... with strides {first.stride()}"
+        )
+    shape, strides = (len(states), *first.shape), (step // size, *first.stride())
+    if any(x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for x in states):
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        memory = engine.require("TensorWrapper")(first.data_ptr(), first.dtype, [elements])
+        first = engine.require("convert_to_torch_tensor")(memory)
+    return first.as_strided(shape, strides)
 
 
 def rings_in(history: Any, layout: Layout) -> dict[str, Tensor]:

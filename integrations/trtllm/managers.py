@@ -142,7 +142,6 @@ class Current(Managed):
                 max_batch_size=self.max_batch_size,
                 state_index_capacity=self.cuda_state_indices.shape[0],
                 stochastic_rounding=getattr(self, "_mamba_ssm_stochastic_rounding", False),
-                stack=getattr(self, "_stack_state_views", None),
             )
             history = self if self.replayssm.uses_replay else None
             self.replayssm.bind(context, self.all_ssm_states, self.all_conv_states, history=history, conv_scratch=False)

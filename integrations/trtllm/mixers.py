@@ -46,6 +46,7 @@ class Hook(ABC):
         self.module, self.hooks, self.recurrent, self.layer = module, hooks, None, 0
         self.A: Tensor | None = None
         self.attach()
+        module.replayssm_hook = True
 
     recurrent: Recurrent | None
 
@@ -237,7 +238,8 @@ class Hooks:
         modules = [one for one in model.modules() if type(one).__name__ in kinds]
         if not modules:
             raise Refused(f"{type(model).__name__}: expected modules {sorted(kinds)}, found none")
-        self.hooks = [HOOKS[type(one).__name__](one, self) for one in modules]
+        # A composite model holds a model that may have hooked its own.
+        self.hooks = [HOOKS[type(one).__name__](one, self) for one in modules if not hasattr(one, "replayssm_hook")]
         self._ready: Recurrent | None = None
 
     def recurrent(self, manager: Any) -> Recurrent | None:

@@ -123,8 +123,9 @@ class Recurrent:
 
         The engine may have replayed a CUDA graph: the plan is the one of that many rows, whichever was planned last here.
         """
-        if accepted.shape[0]:
-            self.state.commit(self._plans[accepted.shape[0]], accepted.to(torch.int32))
+        plan = self._plans.get(accepted.shape[0])
+        if plan is not None:
+            self.state.commit(plan, accepted.to(torch.int32))
 
     # ---- slots ---------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Names that start with ``fake_`` are the tests' own; the rest carries the contrac
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import torch
@@ -281,3 +282,17 @@ class ReplayStateUpdateMetadata:
     def __init__(self, prev_num_accepted_tokens, cache_buf_idx, replay_step_width, replay_history_size):
         self.prev_num_accepted_tokens, self.cache_buf_idx = prev_num_accepted_tokens, cache_buf_idx
         self.replay_step_width, self.replay_history_size = replay_step_width, replay_history_size
+
+
+class TensorWrapper:
+    """The fake of the class of this name."""
+
+    def __init__(self, data_ptr, dtype, shape, strides=None):
+        self.data_ptr, self.dtype, self.shape = data_ptr, dtype, shape
+
+
+def convert_to_torch_tensor(tensor):
+    """The fake of the function of this name, over memory of the CPU."""
+    elements = torch.Size(tensor.shape).numel()
+    memory = (ctypes.c_byte * (elements * tensor.dtype.itemsize)).from_address(tensor.data_ptr)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

@@ -45,6 +45,8 @@ def behaviours(form: str) -> dict:
         "model": Model,
         "register_auto_model": register_auto_model,
         "_promote_mamba_state_triton": fake_managers._promote_mamba_state_triton,
+        "TensorWrapper": fake_managers.TensorWrapper,
+        "convert_to_torch_tensor": fake_managers.convert_to_torch_tensor,
         "ReplayStateUpdateMetadata": fake_managers.ReplayStateUpdateMetadata,
         "get_kv_cache_manager_cls": get_kv_cache_manager_cls,
     }

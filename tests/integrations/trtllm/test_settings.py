@@ -131,6 +131,18 @@ def test_stacked_pools():
             layouts.stacked(odd)
 
 
+def test_stacked_pools_of_several_storages(monkeypatch):
+    """V2's views each have a storage of their own: the engine's own wrapper of an address makes one view of them."""
+    run = Serving("current", "gdn", 0, monkeypatch)
+    memory = torch.randn(3, 4, 10)  # slots, layers
+    at = [serving.fake_managers.TensorWrapper(memory[0, layer].data_ptr(), torch.float32, [82]) for layer in range(4)]
+    views = [serving.fake_managers.convert_to_torch_tensor(one).as_strided((3, 2), (40, 1)) for one in at[:3]]
+    whole = layouts.stacked(views)
+    assert whole.shape == (3, 3, 2) and torch.equal(whole, memory[:, :3, :2].transpose(0, 1))
+    whole[1, 2, 0] = 9.0
+    assert memory[2, 1, 0] == 9 and run.recurrent.pool.data_ptr() == run.manager.all_ssm_states[0].data_ptr()
+
+
 # ---- modes ------------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +254,19 @@ def test_other_architectures_are_refused(monkeypatch):
     run.config.pretrained_config.architectures = ["LlamaForCausalLM"]
     with pytest.raises(Refused, match="architecture \\['LlamaForCausalLM'\\]: supported are \\['KimiK3"):
         _cls(run)
+
+
+def test_a_composite_model_hooks_once(monkeypatch):
+    """Its own settings and those of the model within find the same modules."""
+    run = Serving("state", "kda", 2, monkeypatch)
+    from replayssm.integrations.trtllm import register
+
+    assert not register.enable(run.model, "kda", Settings()).hooks
+    rid = run.admit()
+    run.step({rid: 3}, [])
+    for _ in range(3):
+        run.step({}, [rid])
+    assert run.states_of(rid) < 1e-4
 
 
 def test_modules_that_call_other_functions_are_refused(monkeypatch):

@@ -104,7 +104,7 @@ class Adapter:
             self._publish(manager)
 
     def _bind(self, context: Any, ssm_states: Any, conv_states: Any, history: Any, conv_scratch: bool) -> None:
-        pool = stacked(ssm_states)
+        pool = stacked(ssm_states, engine.memory)
         rows = None if history is None else history.old_x.shape[3]
         layout = layout_of(self.recurrence, context, pool.dtype, self.settings, rows)
         self._conv_states = list(conv_states)

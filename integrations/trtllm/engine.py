@@ -6,6 +6,9 @@ import importlib
 import logging
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .contract import Symbol, load
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,11 @@ def require(name: str) -> Any:
     if found is None:
         raise Refused(f"TensorRT-LLM {version()}: expected {name} in {' or '.join(symbol.modules)}, found none")
     return found[1]
+
+
+def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
+    """A tensor [elements] over memory that the engine owns."""
+    return require("convert_to_torch_tensor")(require("TensorWrapper")(address, dtype, [elements]))
 
 
 def fallback(reason: Exception | str) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from replayssm import GDN, KDA, KDA_SAFE, MAMBA2, Conv, Layout, Recurrence
 
-from . import engine
-from .contract import Family
-from .settings import Settings
+if TYPE_CHECKING:
+    from .contract import Family
+    from .settings import Settings
 
+Memory = Callable[[int, torch.dtype, int], Tensor]
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 WINDOW = 16
 
@@ -79,8 +81,11 @@ def _checkpoint(pool: torch.dtype, settings: Settings, context: Any) -> str:
     return settings.checkpoint
 
 
-def stacked(states: list[Tensor] | Tensor) -> Tensor:
-    """One view [L, S, ...] of per-layer pool views [S, ...] that lie at one stride, whatever torch storages they have.
+def stacked(states: list[Tensor] | Tensor, memory: Memory | None = None) -> Tensor:
+    """One view [L, S, ...] of per-layer pool views [S, ...] that lie at one stride.
+
+    Args:
+        memory: makes a tensor over so many elements at an address, for views whose torch storages differ.
 
     Raises: NotImplementedError: layers at no one stride, which the kernels could not address.
     """
@@ -100,8 +105,8 @@ def stacked(states: list[Tensor] | Tensor) -> Tensor:
     shape, strides = (len(states), *first.shape), (step // size, *first.stride())
     if any(x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for x in states):
         elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        memory = engine.require("TensorWrapper")(first.data_ptr(), first.dtype, [elements])
-        first = engine.require("convert_to_torch_tensor")(memory)
+        assert memory is not None
+        first = memory(first.data_ptr(), first.dtype, elements)
     return first.as_strided(shape, strides)
 
 

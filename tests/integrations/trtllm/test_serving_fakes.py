@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 pytest.importorskip("pydantic")
 pytest.importorskip("yaml")
 
-from replayssm import GDN, MAMBA2, Layout
-from replayssm.integrations.trtllm.recurrent import Batch, Recurrent
-from tests.integrations.trtllm.serving import MANAGERS, SIZES, Serving
+from replayssm.integrations.trtllm.recurrent import Recurrent
+from tests.integrations.trtllm.serving import MANAGERS, Serving
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EVERY = [(form, family) for form in MANAGERS for family in ("mamba2", "gdn", "kda")]
@@ -83,63 +80,6 @@ def test_fakes_serving_on_a_gpu(form, family, drafts, monkeypatch):
     run = Serving(form, family, drafts, monkeypatch, window=5, device="cuda", debug=False)
     walk(run, turns=12)
     assert run.recurrent.state.backend == "triton"
-
-
-@pytest.mark.gpu
-@NO_GPU
-@pytest.mark.parametrize("family, row", [("gdn", GDN), ("mamba2", MAMBA2)])
-@pytest.mark.parametrize("T", [1, 4])
-def test_steps_in_a_cuda_graph(family, row, T):
-    """Captured once per batch size, replayed over other slots, paddings and acceptances: bit for bit the eager steps."""
-    H, G, V, K = SIZES[family]
-    layout = Layout(row, H, G, V, K, W=8, T_max=4, act=torch.bfloat16, order="token")
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    pool = randn(6, 1, H, V, K).transpose(0, 1)
-    eager, graphed = (Recurrent(layout, pool.clone(), None, rows=4) for _ in range(2))
-    w = {"dt_bias": randn(H)} | ({"A": -randn(H).abs()} if row.stores_g else {})
-    for one in (eager, graphed):
-        one.restart(list(range(6)), brought=False)
-        if one.A is not None:
-            one.A.fill_(-0.3)
-    slots = torch.zeros(4, dtype=torch.int32, device="cuda")
-    shapes = {"q": (G, K), "k": (G, K), "v": (H, V), "b": (H,)} | ({"a": (H,)} if row.stores_g else {})
-    x = {name: torch.zeros(4 * T, *shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes.items()}
-
-    def run(of, rows):
-        of.begin(Batch(slots[:rows], 0, T))
-        o = of.step(0, **{name: one[: rows * T] for name, one in x.items()}, **w)
-        of.finish(0)
-        return o
-
-    graphs, outputs = {}, {}
-    for rows in (1, 3, 4):
-        graphed.dummies([True] * rows)
-        run(graphed, rows)  # compile
-        graphs[rows] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[rows]):
-            outputs[rows] = run(graphed, rows)
-    draw = random.Random(0)
-    for _ in range(24):
-        rows = draw.choice([1, 3, 4])
-        slots.copy_(torch.tensor(draw.sample(range(6), 4), dtype=torch.int32))
-        dummy = [draw.random() < 0.2 for _ in range(rows)]
-        for one in x.values():
-            one.copy_(randn(*one.shape))
-        for one in (eager, graphed):
-            one.dummies(dummy)
-        wanted = run(eager, rows)
-        graphs[rows].replay()
-        assert torch.equal(outputs[rows], wanted)
-        accepted = torch.tensor([draw.randint(1, T) for _ in range(rows)], device="cuda")
-        eager.accept(accepted)
-        graphed.accept(accepted)
-    for name, ours in graphed.state.cursors._asdict().items():
-        assert torch.equal(ours, getattr(eager.state.cursors, name)), name
-    assert torch.equal(graphed.state.materialize(slots), eager.state.materialize(slots))
 
 
 @pytest.mark.parametrize("family, drafts, options", [

@@ -137,7 +137,7 @@ def test_stacked_pools_of_several_storages(monkeypatch):
     memory = torch.randn(3, 4, 10)  # slots, layers
     at = [serving.fake_managers.TensorWrapper(memory[0, layer].data_ptr(), torch.float32, [82]) for layer in range(4)]
     views = [serving.fake_managers.convert_to_torch_tensor(one).as_strided((3, 2), (40, 1)) for one in at[:3]]
-    whole = layouts.stacked(views)
+    whole = layouts.stacked(views, engine.memory)
     assert whole.shape == (3, 3, 2) and torch.equal(whole, memory[:, :3, :2].transpose(0, 1))
     whole[1, 2, 0] = 9.0
     assert memory[2, 1, 0] == 9 and run.recurrent.pool.data_ptr() == run.manager.all_ssm_states[0].data_ptr()

@@ -196,7 +196,7 @@ class Strategy(Managed):
         return kwargs | {"state_update_strategy": self.replayssm, "use_replay_state_update": self.replayssm.uses_replay}
 
     @property
-    def _adapter(self) -> type[Adapter]:  # type: ignore[override]
+    def _adapter(self) -> type[Adapter]:
         return type("ReplaySSMStrategy", (Adapter, engine.require("MambaStateUpdateStrategy")), {})
 
     def _setup_state_indices(self, *args: Any, **kwargs: Any) -> None:

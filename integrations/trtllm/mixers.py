@@ -23,7 +23,8 @@ from .settings import Settings
 def rebound(module: nn.Module, method: str, names: dict[str, Callable]) -> Callable:
     """A module's method, its class's code, that finds other functions under some of its file's names. Raises Refused."""
     function = getattr(type(module), method)
-    missing = set(names) - set(getattr(function, "__code__", rebound.__code__).co_names)
+    called = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    missing = set(names) - set(called)
     if missing:
         raise Refused(f"{type(module).__name__}.{method}: expected calls of {sorted(missing)}, found none")
     copy = FunctionType(
@@ -41,14 +42,13 @@ class Hook(ABC):
     """
 
     family: Family
+    recurrent: Recurrent | None
 
     def __init__(self, module: nn.Module, hooks: Hooks) -> None:
         self.module, self.hooks, self.recurrent, self.layer = module, hooks, None, 0
         self.A: Tensor | None = None
         self.attach()
         module.replayssm_hook = True
-
-    recurrent: Recurrent | None
 
     @abstractmethod
     def attach(self) -> None:

@@ -104,7 +104,7 @@ class Recurrent:
     def step(self, layer: int, **inputs: Tensor | None) -> Tensor:
         """One layer's outputs for the planned tokens: see ``ReplayState.step``."""
         assert self.plan is not None
-        return self.state.step(layer, self.plan, **inputs)  # type: ignore[arg-type]
+        return self.state.step(layer, self.plan, **inputs)
 
     def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """One layer's convolution of the planned tokens, x [N, C]."""

@@ -52,7 +52,7 @@ def _base(model: Model) -> type | None:
 def _registered(base: type, family: Family) -> type:
     """A subclass that hooks its recurrent modules once it is built. Workers import the module that it names."""
 
-    class Registered(base):  # type: ignore[misc, valid-type]
+    class Registered(base):
         def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
             settings = settings_of(model_config.pretrained_config)
             super().__init__(model_config, *args, **kwargs)

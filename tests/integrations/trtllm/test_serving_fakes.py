@@ -82,12 +82,13 @@ def test_fakes_serving_on_a_gpu(form, family, drafts, monkeypatch):
     assert run.recurrent.state.backend == "triton"
 
 
-@pytest.mark.parametrize("family, drafts, options", [
-    ("kda_safe", 2, {}), ("mamba2", 2, {"backend": "triton", "window": 4}), ("gdn", 0, {"stagger": False, "window": 1}),
+@pytest.mark.parametrize("form, family, drafts, options", [
+    ("state", "kda_safe", 2, {}), ("state", "gdn", 0, {"stagger": False, "window": 1}),
+    ("current", "mamba2", 2, {"backend": "triton", "window": 4}),
 ])  # fmt: skip
-def test_fakes_serving_with_other_settings(family, drafts, options, monkeypatch):
-    run = Serving("state", family, drafts, monkeypatch, seed=1, **{"window": 5} | options)
-    walk(run, turns=8 if run.recurrent.state.backend == "torch" else 3)
+def test_fakes_serving_with_other_settings(form, family, drafts, options, monkeypatch):
+    run = Serving(form, family, drafts, monkeypatch, seed=1, **{"window": 5} | options)
+    walk(run, turns=3 if "backend" in options else 8)
     assert run.recurrent.state.backend == options.get("backend", "torch")
 
 

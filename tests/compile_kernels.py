@@ -13,14 +13,11 @@ from __future__ import annotations
 import sys
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 sys.path.insert(0, __file__.rsplit("/", 2)[0])
 
-from replayssm import Conv, cursor, kernels, ops
+from replayssm import Conv, ahead, cursor, kernels, ops
 from tests import cases
 
 
@@ -29,16 +26,7 @@ def target_of(name: str) -> GPUTarget:
     return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
 
 
-def compile_launch(kernel: JITFunction, target: GPUTarget, args: tuple, kwargs: dict):
-    """Compile a kernel for the arguments of one launch."""
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = binder(*args, **kwargs)
-    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
-
-
-def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]]:
+def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
     """Every launch of a decode and a verify step, a commit, flush, materialize, load and convolution of this case."""
     layout = case.layout(conv=Conv(64), **kwargs)
     generator = torch.Generator().manual_seed(0)
@@ -52,10 +40,8 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
     states = torch.zeros(2, 2, layout.H, layout.V, layout.K)
     lines, taps = torch.zeros(2, 64, dtype=layout.act), torch.zeros(64, 4)
     parents, tree = torch.zeros(2, layout.T_max, dtype=torch.int32), torch.zeros(2, 2, layout.T_max, dtype=torch.int32)
-    recorded = []
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **kw: recorded.append((self, args, kw))
-    try:
+
+    def every():
         ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton")
         ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton", parents, tree)
         ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
@@ -69,9 +55,8 @@ def launches(case: cases.Case, **kwargs) -> list[tuple[JITFunction, tuple, dict]
         ops.flush(rows, buffers, A, layout, "triton")
         ops.materialize(slots, slots, buffers, cursors, A, states, slots, layout, "triton")
         ops.load(states, buffers, cursors.key, slots, 0, layout, "triton")
-    finally:
-        JITFunction.run = run
-    return recorded
+
+    return ahead.launches(every)
 
 
 def low_precision(case: cases.Case, target_name: str) -> dict:
@@ -90,10 +75,10 @@ def main(target_name: str, names: list[str], quick: bool) -> None:
     for case in [c for c in every if not names or c.name in names]:
         split = [] if case in cases.READY.values() else [low_precision(case, target_name)]  # ready gates differ in gates alone
         for variant in variants[:1] if quick else variants + split:
-            for kernel, args, kwargs in launches(case, **variant):
-                compiled = compile_launch(kernel, target_of(target_name), args, kwargs)
+            for launch in launches(case, **variant):
+                compiled = ahead.compiled(launch, target_of(target_name))
                 binary = compiled.asm.get("cubin", compiled.asm.get("hsaco"))
-                print(f"{kernel.__name__:24s} {case.name:22s} {variant['act']!s:16s} {len(binary):8d} bytes", flush=True)
+                print(f"{launch.kernel.__name__:24s} {case.name:22s} {variant['act']!s:16s} {len(binary):8d} bytes", flush=True)
 
 
 if __name__ == "__main__":

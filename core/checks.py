@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from .cursor import PLAN, Cursors, Plan
 from .formats import E4M3
 from .layout import ACTIVATIONS, Layout
 
+Size = int | str | None  # of one dimension; a name where only its user knows it
 INTEGERS = (torch.int32, torch.int64)
 FLAGS = (torch.bool, *INTEGERS)
 
@@ -21,7 +24,7 @@ def describe(x: Tensor | None) -> str:
 def expect(
     name: str,
     x: Tensor,
-    shape: tuple[int | None, ...] | torch.Size,
+    shape: tuple[Size, ...] | torch.Size,
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
     inner: bool = True,
@@ -34,6 +37,34 @@ def expect(
         raise ValueError(f"{name}: expected device {device}, got {x.device}")
     if inner and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")
+
+
+class Wanted(NamedTuple):
+    """What a tensor has to be. given: it must be there, it must not, or (None) either."""
+
+    shape: tuple[Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    given: bool | None
+
+
+NONE = Wanted((), (), False)
+
+
+def step_tensors(layout: Layout, N: Size) -> dict[str, Wanted]:
+    """A step's N packed tokens and a layer's weights, by name."""
+    row, H, G, V, K = layout.recurrence, layout.H, layout.G, layout.V, layout.K
+    act, gate = (layout.act,), (H, K) if row.per_channel else (H,)
+    return {
+        "q": Wanted((N, G, K), act, True),
+        "k": Wanted((N, G, K), act, True),
+        "v": Wanted((N, H, V), act, True),
+        "b": Wanted((N, H), ACTIVATIONS, row.beta != "one"),
+        "a": Wanted((N, *gate), ACTIVATIONS, row.stores_g),
+        "z": Wanted((N, H, V), act, None),
+        "A": Wanted((H,), (torch.float32,), row.decay != "ready"),
+        "dt_bias": Wanted(gate, ACTIVATIONS, None if row.biased else False),
+        "D": Wanted((H,), ACTIVATIONS, None),
+    }
 
 
 def present(device: torch.device | str) -> torch.device:
@@ -207,22 +238,15 @@ class Checks:
 
     def step(self, tokens: int | None, x: dict[str, Tensor | None], w: dict[str, Tensor | None]) -> None:
         """A step's tokens and weights: which are there, their shapes, dtypes and strides."""
-        layout, row = self.layout, self.layout.recurrence
         v = x["v"]
         N = v.shape[0] if tokens is None and v is not None else tokens
-        H, G, V, K = layout.H, layout.G, layout.V, layout.K
-        per_head = (H, K) if row.per_channel else (H,)
-        shapes = {"q": (N, G, K), "k": (N, G, K), "v": (N, H, V), "z": (N, H, V), "b": (N, H), "a": (N, *per_head)}
-        has = {"b": row.beta != "one", "a": row.stores_g, "A": row.decay in ("softplus", "safe")}
-        has |= {} if row.biased else {"dt_bias": False}
+        wanted = step_tensors(self.layout, N) | ({"A": NONE} if self.layout.recurrence.decay == "derived" else {})
         for name, tensor in (*x.items(), *w.items()):
-            wanted = has.get(name, tensor is not None or name in ("q", "k", "v"))
-            shape = shapes.get(name, per_head if name == "dt_bias" else (H,))
-            if wanted != (tensor is not None):
-                expected = f"{list(shape)}" if wanted else "None"
-                raise ValueError(f"{name}: expected {expected} for {row.name}, got {describe(tensor)}")
+            one = wanted[name]
+            if one.given not in (None, tensor is not None):
+                expected = f"{list(one.shape)}" if one.given else "None"
+                raise ValueError(f"{name}: expected {expected} for {self.layout.recurrence.name}, got {describe(tensor)}")
             if tensor is not None:
-                kind = layout.act if name in ("q", "k", "v", "z") else torch.float32 if name == "A" else ACTIVATIONS
-                expect(name, tensor, shape, kind, self.device)
+                expect(name, tensor, one.shape, one.dtypes, self.device)
                 if name in w and not tensor.is_contiguous():
                     raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")

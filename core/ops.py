@@ -202,9 +202,11 @@ def _buffers(written: tuple[str, ...] = (), fields: tuple[str, ...] = Buffers._f
 
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? b, Tensor? a, Tensor? z, Tensor? A, Tensor? dt_bias, Tensor? D"
 _END = "str layout, str backend"
+IMPLEMENTATIONS: dict[str, Callable[..., None]] = {}  # of each op, with its schema's arguments
 
 
 def _define(name: str, schema: str, implementation: Callable[..., None]) -> None:
+    IMPLEMENTATIONS[name] = implementation
     _library.define(f"{name}({schema}) -> ()")
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)

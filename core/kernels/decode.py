@@ -21,11 +21,13 @@ from .recurrence import (
     append_record,
     at,
     beta_of,
+    clear,
     decayed,
     dot,
     g_of,
     inverse_norm,
     load_chunks,
+    load_factors,
     load_gates,
     load_scalars,
     load_stored,
@@ -86,6 +88,16 @@ def load_decays(pool, d, layer, slot, i_h, start, count):
 
 
 @triton.jit
+def load_tile(pool, d, layer, slot, i_h, start, count, o_v):
+    """Rows o_v of the state that readouts use, and of the records' u (of v without the delta rule), [W, BV]."""
+    o_j = tl.arange(0, d.W_PAD)
+    ring = pool.u if d.DELTA else pool.v
+    p = at(ring, layer, slot, i_h) + wrap(start + o_j, d.R)[:, None] * ring.row + o_v[None, :]
+    u_j = tl.load(tl.max_contiguous(p, [1, 4]), mask=(o_j < count)[:, None], other=0.0)
+    return load_read(pool, d, layer, slot, i_h, o_v), u_j
+
+
+@triton.jit
 def head_decay(decays, w, d, i_h, count, g, gsum):
     """(E(j,t) [W], E(0,t)) of one g per head: exact suffix sums of A beta where g is derived, else by the ring's sums."""
     if d.STORES_G:
@@ -98,7 +110,7 @@ def head_decay(decays, w, d, i_h, count, g, gsum):
 
 @triton.jit
 def history(q, k, k_j, gsum_j, gsum, d):
-    """Each record's weight in P(q) and P(k), [W]: k_j^T (E(j,t) * x); 1/|k_j|, beta_j and a decay per head come later."""
+    """Each record's weight in P(q) and P(k), [W]: k_j^T (E(j,t) * x); ``load_factors`` and a decay per head come later."""
     a_q, a_k = tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32), tl.zeros([d.W_PAD, d.BLOCK_K], tl.float32)
     for i_k in tl.static_range(d.K // d.BLOCK_K):
         y = k_j[i_k].to(tl.float32)
@@ -146,31 +158,18 @@ def _decode_kernel(
     t, flush, append, n = tl.load(p_plan + 3), tl.load(p_plan + 4), tl.load(p_plan + 5), tl.load(p_plan + 6)
     count = tl.where(flush > 0, 0, count)
     if t == 0:
-        for i in range(tl.load(p_plan + 7)):  # rows that the batch row owns and no token fills
-            for i_v in range(NV):
-                p_o = token(out, n + i, i_h) + tile_v + i_v * BLOCK_V
-                tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
+        clear(out, n, n + tl.load(p_plan + 7), i_h, tile_v, NV)
         return
 
-    # A program of one tile, as in small batches, loads all that needs no arithmetic first and so waits for memory once.
-    if NV == 1:
-        k_j = load_window(pool.k, d, layer, slot, i_g, start, count)
-        decays = load_decays(pool, d, layer, slot, i_h, start, count)
-    rnorm_j, beta_j, newest = 1.0, 1.0, 0.0
-    if d.NORMALIZE:
-        rnorm_j = load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
-    if d.BETA != "one" and not d.DELTA:
-        beta_j = load_scalars(pool.beta, d, layer, slot, i_h, start, count)
-    if d.STORES_G:
-        newest = load_newest(pool, d, layer, slot, i_h, start, count)
+    # All that needs no arithmetic first is loaded first and stored last: a small batch waits for memory once.
+    k_j = load_window(pool.k, d, layer, slot, i_g, start, count)
+    decays = load_decays(pool, d, layer, slot, i_h, start, count)
+    factors = load_factors(pool, d, layer, slot, i_h, start, count)
+    newest = load_newest(pool, d, layer, slot, i_h, start, count) if d.STORES_G else 0.0
     b, a = load_gates(x, d, n, i_h, True)
     q, k = load_stored(token(x.q, n, i_g), True, d), load_stored(token(x.k, n, i_g), True, d)
-    o_j = tl.arange(0, d.W_PAD)
-    ring = pool.u if d.DELTA else pool.v
-    p_u = at(ring, layer, slot, i_h) + wrap(start + o_j, d.R)[:, None] * ring.row + tile_v[None, :]
-    m_j = (o_j < count)[:, None]
     if NV == 1:
-        s, u_j = load_read(pool, d, layer, slot, i_h, tile_v), tl.load(tl.max_contiguous(p_u, [1, 4]), mask=m_j, other=0.0)
+        s, u_j = load_tile(pool, d, layer, slot, i_h, start, count, tile_v)
 
     q, k = widened(q, d), widened(k, d)
     beta = beta_of(b, w, d, i_h)
@@ -179,11 +178,8 @@ def _decode_kernel(
     rk = inverse_norm(k, d)
     q_t, k_t = scaled(q, d.SCALE * inverse_norm(q, d), d), scaled(k, rk, d)
     kq = dot(k_t, q_t, d)
-    if NV > 1:  # fewer registers
-        k_j = load_window(pool.k, d, layer, slot, i_g, start, count)
-        decays = load_decays(pool, d, layer, slot, i_h, start, count)
     w_q, w_k = history(q_t, k_t, k_j, decays, gsum, d)
-    w_q, w_k, E_0 = w_q * rnorm_j * beta_j, w_k * rnorm_j, 1.0
+    w_q, w_k, E_0 = w_q * factors, w_k * factors, 1.0
     if d.PER_CHANNEL:
         q_t, k_t = decayed(q_t, gsum, d), decayed(k_t, gsum, d)
     else:
@@ -192,8 +188,7 @@ def _decode_kernel(
     for i_v in tl.range(NV, num_stages=STAGES):
         o_v = tile_v + i_v * BLOCK_V
         if NV > 1:
-            s = load_read(pool, d, layer, slot, i_h, o_v)
-            u_j = tl.load(tl.max_contiguous(p_u + i_v * BLOCK_V, [1, 4]), mask=m_j, other=0.0)  # [W, BV]
+            s, u_j = load_tile(pool, d, layer, slot, i_h, start, count, o_v)
         p_q = readout(s, q_t, d) * E_0 + tl.sum(u_j.to(tl.float32) * w_q[:, None], 0)
         p_k = readout(s, k_t, d) * E_0 + tl.sum(u_j.to(tl.float32) * w_k[:, None], 0) if d.DELTA else 0.0
         emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_k)

@@ -270,6 +270,26 @@ def load_scalars(ring, d, layer, slot, i_h, start, n):
 
 
 @triton.jit
+def load_factors(pool, d, layer, slot, i_h, start, count):
+    """What each record's weight is multiplied with beside its decay: 1/|k_j|, and beta_j where the ring's v stands for u."""
+    factor = 1.0
+    if d.NORMALIZE:
+        factor *= load_scalars(pool.rnorm, d, layer, slot, i_h // (d.H // d.G), start, count)
+    if d.BETA != "one" and not d.DELTA:
+        factor *= load_scalars(pool.beta, d, layer, slot, i_h, start, count)
+    return factor
+
+
+@triton.jit
+def clear(out, first, last, i_h, tile_v, NV: tl.constexpr):
+    """Zeros in the outputs of packed rows that a batch row owns and no token fills."""
+    for n in range(first, last):
+        for i_v in range(NV):
+            p = token(out, n, i_h) + tile_v + i_v * tile_v.shape[0]
+            tl.store(p, tl.zeros(tile_v.shape, out.ptr.dtype.element_ty))
+
+
+@triton.jit
 def updated(s, u, k, d):
     """s + u k^T of a state tile."""
     after = ()

@@ -27,10 +27,12 @@ from .recurrence import (
     append_record,
     at,
     beta_of,
+    clear,
     exp,
     g_of,
     inverse_norm,
     load_chunks,
+    load_factors,
     load_gates,
     load_ring,
     load_scalars,
@@ -121,11 +123,7 @@ def history(x, r, c, last, w, pool, d, layer, slot, i_h, start, count, EXACT: tl
             rows += (x_i * exp(last[i_k])[None, :],)
         else:
             weight = product(k_j, tl.trans(x[i_k]), weight, PRECISION, EXACT, EXACT)
-    scale = tl.zeros([d.W_PAD], tl.float32) + 1.0
-    if d.NORMALIZE:
-        scale *= load_scalars(pool.rnorm, d, layer, slot, i_g, start, count)
-    if d.BETA != "one" and not d.DELTA:
-        scale *= load_scalars(pool.beta, d, layer, slot, i_h, start, count)
+    scale = load_factors(pool, d, layer, slot, i_h, start, count) * tl.full([d.W_PAD], 1.0, tl.float32)
     if d.PER_CHANNEL:
         return weight * scale[:, None], rows, tl.zeros_like(r) + 1.0
     else:
@@ -258,10 +256,7 @@ def _verify_kernel(
     tile_v = i_s * NV * BLOCK_V + tl.arange(0, BLOCK_V)
     slot, start, count = tl.load(p_plan).to(tl.int64), tl.load(p_plan + 1), tl.load(p_plan + 2)
     t, flush, append, n = tl.load(p_plan + 3), tl.load(p_plan + 4) > 0, tl.load(p_plan + 5), tl.load(p_plan + 6)
-    for i in range(t, tl.load(p_plan + 7)):  # rows that the batch row owns and no token fills
-        for i_v in range(NV):
-            p_o = token(out, n + i, i_h) + tile_v + i_v * BLOCK_V
-            tl.store(p_o, tl.zeros([BLOCK_V], out.ptr.dtype.element_ty))
+    clear(out, n + t, n + tl.load(p_plan + 7), i_h, tile_v, NV)
     if t == 0:
         return
 

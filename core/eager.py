@@ -91,13 +91,13 @@ def _lineage(tree: Tensor | None, B: int, T: int, device: torch.device) -> tuple
     return tree[:, 0, :T].long(), (tree[:, 1, :T, None] >> m) & 1 == 1
 
 
-def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:
+def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors) -> None:
     """As kernels.cursor.commit."""
-    slot, start, count, t, flush, _, _, _, ticket, *_ = plan.unbind(1)
-    pending = (slot >= 0) & (cursors.pending[slot.long().clamp(min=0)] == ticket)
-    slot = torch.where(pending, slot, -1)
-    start, count = committed(start, count, flush, t if accepted is None else accepted, R)
-    _move(cursors, slot, start=start, count=count, pending=ticket + 1)
+    slot, t, ticket = plan[:, 0], plan[:, 3], plan[:, 8]
+    at = slot.long().clamp(min=0)
+    pending = (slot >= 0) & (cursors.pending[at] == ticket)
+    kept = cursors.count[at] + (t if accepted is None else accepted)
+    _move(cursors, torch.where(pending, slot, -1), count=kept, pending=ticket + 1)
 
 
 def _move(cursors: Cursors, slots: Tensor, **values: Tensor) -> None:

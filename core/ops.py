@@ -56,7 +56,7 @@ def plan(
 def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, layout: Layout, backend: str) -> None:
     """Move the cursors of the plan's pending slots by ``accepted`` [B] tokens (None: all); again changes nothing."""
     if plan.shape[0]:
-        _cursor_backend(backend).commit(plan, accepted, cursors, layout.R)
+        _cursor_backend(backend).commit(plan, accepted, cursors)
 
 
 def compact(
@@ -189,6 +189,7 @@ def load(source: Tensor, buffers: Buffers, key: Tensor, slots: Tensor, first: in
 _library = torch.library.Library("replayssm", "DEF")
 _CURSORS = "Tensor start, Tensor count, Tensor pending, Tensor flushes, Tensor key"
 _MOVED = "Tensor(s!) start, Tensor(c!) count, Tensor(p!) pending, Tensor(f!) flushes, Tensor key"
+_KEPT = "Tensor start, Tensor(c!) count, Tensor(p!) pending, Tensor flushes, Tensor key"
 _ALWAYS = ("state", "k", "v")
 _RINGS = Buffers._fields[len(STORED) : -1]  # all but conv
 
@@ -268,7 +269,7 @@ _define(
     f"Tensor plan, Tensor path, Tensor? accepted, {_buffers((*_RINGS, 'conv'))}, Tensor pending, {_END}",
     _compact_op,
 )
-_define("commit", f"Tensor plan, Tensor? accepted, {_MOVED.replace('(f!)', '')}, {_END}", _commit_op)
+_define("commit", f"Tensor plan, Tensor? accepted, {_KEPT}, {_END}", _commit_op)
 _define(
     "step",
     f"Tensor plan, Tensor? tree, int layer, {_TOKENS}, {_buffers(_RINGS)}, Tensor(o!) out, int T, {_END}",

@@ -100,7 +100,7 @@ def test_what_ops_declare_written():
     assert {name: writes(name) for name in ("plan", "compact", "commit", "step", "conv", "materialize", "flush", "load")} == {
         "plan": moved | {"pending", "out", "tree"},
         "compact": {"buffer_conv"} | ring,
-        "commit": {"start", "count", "pending"},
+        "commit": {"count", "pending"},
         "step": {"out"} | ring,
         "conv": {"ring", "out"},
         "materialize": {"target"},

@@ -109,22 +109,17 @@ def _plan_kernel(
 
 
 @triton.jit
-def _commit_kernel(plan, accepted, cursors, B, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _commit_kernel(plan, accepted, cursors, B, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_b = i_b < B
     p = plan + i_b * WIDTH
-    slot = tl.load(p, mask=m_b, other=-1).to(tl.int64)
-    ticket = tl.load(p + 8, mask=m_b, other=0)
+    slot = tl.load(p, mask=i_b < B, other=-1).to(tl.int64)
+    ticket = tl.load(p + 8, mask=i_b < B, other=0)
     live = (slot >= 0) & (tl.load(cursors.pending + slot, mask=slot >= 0, other=0) == ticket)
-
-    flush = tl.load(p + 4, mask=live, other=0)
     if accepted is None:
         kept = tl.load(p + 3, mask=live, other=0)
     else:
         kept = tl.load(accepted + i_b, mask=live, other=0).to(tl.int32)
-    start, count = committed(tl.load(p + 1, mask=live, other=0), tl.load(p + 2, mask=live, other=0), flush, kept, R)
-    tl.store(cursors.start + slot, start, mask=live)
-    tl.store(cursors.count + slot, count, mask=live)
+    tl.store(cursors.count + slot, tl.load(cursors.count + slot, mask=live, other=0) + kept, mask=live)
     tl.store(cursors.pending + slot, ticket + 1, mask=live)
 
 
@@ -167,8 +162,8 @@ def plan(
         )
 
 
-def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, R: int) -> None:
+def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors) -> None:
     """Move the cursors of the plan's still pending slots."""
     B = plan.shape[0]
     with on_device(plan):
-        _commit_kernel[(triton.cdiv(B, BLOCK),)](plan, accepted, cursors, B, R=R, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)
+        _commit_kernel[(triton.cdiv(B, BLOCK),)](plan, accepted, cursors, B, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)

@@ -80,6 +80,12 @@ def resident(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=1024)
+def conventional(layout: Layout) -> Launch:
+    """The launch of the conventional step; unmeasured, it follows the decode step's."""
+    return Launch(_divisor(layout.V, 8), _chunk(layout, 32))
+
+
+@lru_cache(maxsize=1024)
 def verify(layout: Layout, B: int) -> Launch:
     """The launch of a step of more than one token per row; measured on one H200, batch 256 (bench/results/h200/verify.json)."""
     row = layout.recurrence

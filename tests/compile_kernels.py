@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, __file__.rsplit("/", 2)[0])
 
-from replayssm import Conv, ahead, cursor, kernels, ops
+from replayssm import Buffers, Conv, ahead, conventional, cursor, kernels, ops
 from tests import cases
 
 
@@ -27,7 +27,8 @@ def target_of(name: str) -> GPUTarget:
 
 
 def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
-    """Every launch of a decode and a verify step, a commit, flush, materialize, load and convolution of this case."""
+    """Every launch of a decode, a verify and a conventional step, a commit, flush, materialize, load and convolution of this
+    case."""
     layout = case.layout(conv=Conv(64), **kwargs)
     generator = torch.Generator().manual_seed(0)
     w = cases.weights(layout, generator)
@@ -55,6 +56,9 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
         ops.flush(rows, buffers, A, layout, "triton")
         ops.materialize(slots, slots, buffers, cursors, A, states, slots, layout, "triton")
         ops.load(states, buffers, cursors.key, slots, 0, layout, "triton")
+        one = Buffers(*(None if b is None else b[:1] for b in buffers))
+        u, seed = torch.zeros(3, layout.H, 1, layout.V), torch.zeros(1, dtype=torch.int64)
+        conventional.step(slots, 1, x, w, one, layout, "triton", out, slots, one, slots[:, None], u, None, slots, slots, seed)
 
     return ahead.launches(every)
 

@@ -18,13 +18,14 @@ KERNELS = {
     "_verify_kernel",
     "_materialize_kernel",
     "_conv_kernel",
+    "_conventional_kernel",
 }
 
 
-def compiled(*arguments: str, cache: Path) -> set[tuple[str, str]]:
+def compiled(*arguments: str, cache: Path, script: str = "tests/compile_kernels.py") -> set[tuple[str, str]]:
     """(kernel, case) of every binary made, in a process without the interpreter and with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "tests/compile_kernels.py", *arguments]
+    command = [sys.executable, script, *arguments]
     ran = subprocess.run(command, env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line.split() for line in ran.stdout.splitlines()]

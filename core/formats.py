@@ -3,7 +3,7 @@
 A format is a number type, how many values of a row of K share a scale, and how it rounds. Its names:
 
     fp32, bf16, fp16, e4m3, int8, nvfp4     to nearest even; the last three scaled
-    fp16+sr, e4m3+sr                        stochastically: up as often as the value lies above its lower neighbour
+    fp16+sr, e4m3+sr, int8+sr               stochastically: up as often as the value lies above its lower neighbour
     e4m3:32, int8:row, ...                  that many values a scale, or one scale a row of K, instead of the default
 
 Every scaled value is ``number * scale``, scale an fp32 whose block's largest magnitude is the type's largest number. nvfp4 is
@@ -201,7 +201,7 @@ FORMATS = {
         Format("nvfp4", torch.uint8, 1, 0, 6.0, block=16),
     )
 }
-STOCHASTIC = ("fp16", "e4m3")
+STOCHASTIC = ("fp16", "e4m3", "int8")
 READ = ("e4m3", "int8", "nvfp4")
 BLOCKED = ("e4m3", "int8")
 

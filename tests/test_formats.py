@@ -181,7 +181,7 @@ def test_draws_depend_on_all_they_are_keyed_by():
     assert torch.equal(both[0], draw()) and torch.equal(both[1], draw(key=7, flush=9))
 
 
-@pytest.mark.parametrize("name", ["fp16+sr", "e4m3+sr", "e4m3+sr:row"])
+@pytest.mark.parametrize("name", ["fp16+sr", "e4m3+sr", "e4m3+sr:row", "int8+sr:row"])
 def test_stochastic_rounding_is_unbiased(name):
     """Over 4,096 requests' draws of the same state each value's mean is the value, within 5 sigma; large, small and subnormal
     numbers of the type, of both signs; and all values together."""
@@ -210,6 +210,7 @@ def test_stochastic_rounding_is_unbiased(name):
         ("fp16+sr", "nvfp4", 16, 64),
         ("e4m3+sr", "int8:32", 16, 32),
         ("e4m3+sr:row", "int8:row", 16, 80),
+        ("int8+sr:row", None, 16, 32),
         ("nvfp4", "e4m3:row", 32, 96),
         ("int8", "nvfp4", 16, 128),
         ("e4m3+sr:64", "nvfp4", 16, 64),
@@ -267,9 +268,15 @@ SIZES = dict(recurrence=GDN, H=4, G=2, V=32, K=64, W=8)
     [
         (dict(state="fp64"), "state format: expected one of .*'e4m3.sr'.* got 'fp64'"),
         (dict(state="fp16+rn"), "state format: expected one of .* got 'fp16.rn'"),
-        (dict(state="nvfp4+sr"), r"state format: stochastic rounding is supported for \['fp16', 'e4m3'\], got 'nvfp4.sr'"),
-        (dict(state="bf16+sr"), r"state format: stochastic rounding is supported for \['fp16', 'e4m3'\], got 'bf16.sr'"),
-        (dict(read="int8+sr"), r"read format: stochastic rounding is supported for .* got 'int8.sr'"),
+        (
+            dict(state="nvfp4+sr"),
+            r"state format: stochastic rounding is supported for \['fp16', 'e4m3', 'int8'\], got 'nvfp4.sr'",
+        ),
+        (
+            dict(state="bf16+sr"),
+            r"state format: stochastic rounding is supported for \['fp16', 'e4m3', 'int8'\], got 'bf16.sr'",
+        ),
+        (dict(read="int8+sr"), r"read format: expected one of .* got 'int8.sr'; a read copy rounds to nearest"),
         (
             dict(read="e4m3+sr"),
             r"read format: expected one of \['e4m3', 'int8', 'nvfp4'\], got 'e4m3.sr'; .* does not accumulate",

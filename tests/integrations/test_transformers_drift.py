@@ -222,7 +222,7 @@ def test_the_command_writes_what_report_reads(tmp_path):
         (["--formats", "fp12"], "state format: expected one of"),
         (["--formats", "fp32/bf16"], "read format: expected one of ['e4m3', 'int8', 'nvfp4'], got 'bf16'"),
         (["--formats", "fp32/e4m3+sr"], "a read copy rounds to nearest"),
-        (["--formats", "bf16+sr"], "stochastic rounding is supported for ['fp16', 'e4m3'], got 'bf16+sr'"),
+        (["--formats", "bf16+sr"], "stochastic rounding is supported for ['fp16', 'e4m3', 'int8'], got 'bf16+sr'"),
         (["--length", "16"], "length: expected more than the 16 tokens of the prompt, got 16"),
         (["--length", "5000"], "as many tokens as the text has in 2 equal parts, got 5000; give a longer text or fewer texts"),
         (["--texts", "0"], "texts: expected >= 1, got 0"),

@@ -15,5 +15,5 @@ gpu:
 gpu-bench:
 	ci/gpu-bench
 
-.venv/stamp: pyproject.toml setup.py ci/constraints.txt ci/environment
+.venv/stamp: pyproject.toml setup.py ci/constraints.txt ci/engines.txt ci/environment
 	ci/environment

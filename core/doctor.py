@@ -99,13 +99,19 @@ INTEGRATIONS = (
         limits=("assisted generation of Mamba2ForCausalLM: transformers cannot find its cache", "no trees"),
     ),
     Integration("sglang", "sglang"),
-    Integration("flashinfer", "flashinfer-python"),
     Integration(
         "trtllm",
         "tensorrt-llm",
         families=("mamba2", "gdn", "kda", "kda_safe"),
         modes=("decode", "verify (chains)"),
         limits=("not compared with this engine: python -m replayssm.integrations.trtllm.conformance does that", "no trees"),
+    ),
+    Integration(
+        "flashinfer",
+        "flashinfer-python",
+        families=("mamba2", "gdn", "kda", "kda_safe"),
+        modes=("decode", "speculative decode (chains)", "states at a prefix (mamba2)"),
+        limits=("no trees, no nvfp4; e4m3 and int8 for mamba2 alone", "GDN's ring folds open-loop, KDA has none"),
     ),
 )
 

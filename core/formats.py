@@ -2,7 +2,8 @@
 
 A format is a number type, how many values of a row of K share a scale, and how it rounds. Its names:
 
-    fp32, bf16, fp16, e4m3, int8, nvfp4     to nearest even; the last three scaled
+    fp32, bf16, fp16                        to nearest even
+    e4m3, int8, int16, nvfp4                to nearest even, scaled
     fp16+sr, e4m3+sr, int8+sr               stochastically: up as often as the value lies above its lower neighbour
     e4m3:32, int8:row, ...                  that many values a scale, or one scale a row of K, instead of the default
 
@@ -198,12 +199,13 @@ FORMATS = {
         Format("fp16", torch.float16, 10, -14, torch.finfo(torch.float16).max),
         Format("e4m3", E4M3, 3, -6, E4M3_MAX, block=16),
         Format("int8", torch.int8, 7, 7, 127.0, block=16),
+        Format("int16", torch.int16, 15, 15, 32767.0, block=16),
         Format("nvfp4", torch.uint8, 1, 0, 6.0, block=16),
     )
 }
 STOCHASTIC = ("fp16", "e4m3", "int8")
 READ = ("e4m3", "int8", "nvfp4")
-BLOCKED = ("e4m3", "int8")
+BLOCKED = ("e4m3", "int8", "int16")
 
 
 def plain(dtype: torch.dtype) -> Format:

@@ -16,7 +16,10 @@ from replayssm.formats import E4M3, FORMATS, LOADED, Format
 from replayssm.layout import STORED
 from tests.harness import BACKENDS, DEVICE
 
-EVERY = ["fp32", "bf16", "fp16", "fp16+sr", "e4m3", "e4m3+sr", "int8", "nvfp4", "e4m3:row", "e4m3+sr:64", "int8:row", "int8:32"]
+EVERY = [
+    "fp32", "bf16", "fp16", "fp16+sr", "e4m3", "e4m3+sr", "int8", "nvfp4", "e4m3:row", "e4m3+sr:64", "int8:row", "int8:32",
+    "int16:row",
+]  # fmt: skip
 
 
 def awkward_numbers() -> Tensor:
@@ -107,7 +110,8 @@ def test_error_of_a_cast(name):
         unit = torch.maximum(unit * (1 + 2**-4), x.abs().amax(-1, keepdim=True) / 448 / 6 * 2**-9)
     spacing = torch.maximum(x.abs() * 2.0**-one.mbits, torch.as_tensor(unit * 2.0 ** (one.emin - one.mbits)))
     error = (cast(one, x) - x).abs()
-    assert (error <= spacing * (1.0 if one.stochastic else 0.5) * (1 + 1e-5)).all()
+    in_fp32 = 1e-2 if one.mbits > 10 and one.block is not None else 1e-5  # x times 1 / scale has 24 bits
+    assert (error <= spacing * (1.0 if one.stochastic else 0.5) * (1 + in_fp32)).all()
     if one.block is not None and name != "nvfp4":
         assert (error[x.abs() == largest] <= 2e-7 * largest[x.abs() == largest]).all()
 
@@ -211,6 +215,7 @@ def test_stochastic_rounding_is_unbiased(name):
         ("e4m3+sr", "int8:32", 16, 32),
         ("e4m3+sr:row", "int8:row", 16, 80),
         ("int8+sr:row", None, 16, 32),
+        ("int16:row", None, 16, 32),
         ("nvfp4", "e4m3:row", 32, 96),
         ("int8", "nvfp4", 16, 128),
         ("e4m3+sr:64", "nvfp4", 16, 64),
@@ -284,7 +289,7 @@ SIZES = dict(recurrence=GDN, H=4, G=2, V=32, K=64, W=8)
         (dict(read="fp16"), r"read format: expected one of \['e4m3', 'int8', 'nvfp4'\], got 'fp16'"),
         (
             dict(state="e4m3:24"),
-            r"values per scale can be chosen for \['e4m3', 'int8'\] among \['16', .*'row'\], got 'e4m3:24'",
+            r"values per scale can be chosen for \['e4m3', 'int8', 'int16'\] among \['16', .*'row'\], got 'e4m3:24'",
         ),
         (dict(read="nvfp4:32"), "read format: values per scale can be chosen for .* got 'nvfp4:32'"),
         (dict(state="fp16+sr:16"), "state format: values per scale can be chosen for .* got 'fp16.sr:16'"),

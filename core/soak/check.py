@@ -27,7 +27,7 @@ def distance(x: Tensor, exact: Tensor, dims: int, size: Tensor | None = None) ->
 def bounds(layout: Layout) -> dict[str, float]:
     """Largest distance of each kind that passes: three times and more what long walks measured; a wrong state's is about 1."""
     act = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[layout.act]
-    stored = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 2e-2, "int8": 5e-2, "e4m3": 0.3, "nvfp4": 0.75}
+    stored = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 2e-2, "int16": 2e-3, "int8": 5e-2, "e4m3": 0.3, "nvfp4": 0.75}
     copied = {None: 0.0, "int8": 2e-2, "e4m3": 0.1, "nvfp4": 0.4}
     state = stored[formats.base(layout.state)]
     read = copied[layout.read and formats.base(layout.read)]

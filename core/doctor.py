@@ -111,7 +111,7 @@ INTEGRATIONS = (
         "flashinfer-python",
         families=("mamba2", "gdn", "kda", "kda_safe"),
         modes=("decode", "speculative decode (chains)", "states at a prefix (mamba2)"),
-        limits=("no trees, no nvfp4; e4m3 and int8 for mamba2 alone", "GDN's ring folds open-loop, KDA has none"),
+        limits=("no trees, no nvfp4; e4m3, int8 and int16 for mamba2 alone", "GDN's ring folds open-loop, KDA has none"),
     ),
 )
 

@@ -96,7 +96,7 @@ def checkpointing_ssu(
     afterwards: such rows ``start = (start + prev) % L, prev = accepted``, others ``prev += accepted``.
 
     Args:
-        state: [S, H, dim, dstate] fp32, bf16, fp16, int8 or fp8 e4m3, contiguous within a slot; written by rows that fold.
+        state: [S, H, dim, dstate] fp32, bf16, fp16, int8, int16 or e4m3, contiguous within a slot; written by rows that fold.
         x_cache, B_cache, dt_cache: [S, H, L, dim] and [S, G, L, dstate] in x's dtype, [S, H, L] fp32 (processed dt), any
             slot, head and row strides; the new tokens' rows are written.
         ring_start, prev_num_accepted_tokens: [S] int32, read.
@@ -105,7 +105,7 @@ def checkpointing_ssu(
             ``max_seqlen``.
         A: [H, dim, dstate], D, dt_bias: [H, dim], one value a head, expanded.
         state_batch_indices: [B] int32 or int64 slots; ``pad_slot_id`` and negative ones are padding: outputs 0.
-        state_scale: [S, H, dim] fp32, with int8 and e4m3 states; written with them.
+        state_scale: [S, H, dim] fp32, with int8, int16 and e4m3 states; written with them.
         rand_seed: [1] int64, for stochastic rounding of fp16, int8 and e4m3 states, by ten rounds of Philox always.
         d_split, enable_pdl, precompute_heads_per_cta, algorithm, cb_scaled, cumAdt_vec, cb_old: choices among
             FlashInfer's kernels; checked, without effect.

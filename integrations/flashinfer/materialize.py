@@ -25,6 +25,7 @@ _DEVICE_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.int8: tl.int8,
+    torch.int16: tl.int16,
     torch.float8_e4m3fn: tl.float8e4nv,
 }
 
@@ -163,7 +164,7 @@ def replayssm_materialize(
     Args:
         *_ptrs, *_slot_strides: [L] int64, a layer's address and slot stride in elements of state [S, H, dim, dstate],
             x_cache [S, H, R, dim], B_cache [S, G, R, dstate], dt_cache [S, H, R] fp32, each contiguous within a slot, A [H],
-            and scales [S, H, dim] fp32 with int8 and e4m3 (else not read).
+            and scales [S, H, dim] fp32 with int8, int16 and e4m3 (else not read).
         src_slots, dst_slots: [L, B] int32; pairs with ``pad_slot_id`` or a negative side are skipped.
         ring_start, replay_prefix_len: [B] int32; 0 tokens copy the stored bits.
         active_request_indices: [B] int32, the b that take part, then -1.

@@ -20,10 +20,11 @@ FORMATS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int8: "int8",
+    torch.int16: "int16",
     torch.float8_e4m3fn: "e4m3",
 }
-SCALED = (torch.int8, torch.float8_e4m3fn)
-STOCHASTIC = (torch.float16, *SCALED)
+SCALED = (torch.int8, torch.int16, torch.float8_e4m3fn)
+STOCHASTIC = (torch.float16, torch.int8, torch.float8_e4m3fn)
 INPUTS = dict.fromkeys("qkvbaz")  # a step's tokens, none of them given
 
 

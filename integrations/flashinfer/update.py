@@ -66,7 +66,7 @@ def selective_state_update(
     """The conventional step: states are read, take a row's tokens and are written back.
 
     Args:
-        state: [S, H, dim, dstate] (or without H) fp32, bf16, fp16, int8 or fp8 e4m3, contiguous within a slot.
+        state: [S, H, dim, dstate] (or without H) fp32, bf16, fp16, int8, int16 or e4m3, contiguous within a slot.
         x, dt, z, out: [B, H, dim] (or without H), with ``cache_steps`` [B, T, H, dim], with cu_seqlens [N + 1] packed
             [tokens, H, dim] of at most ``cache_steps`` a row; B, C likewise [..., G, dstate]. None allocates out.
         A, D, dt_bias: one value a head, expanded.
@@ -76,7 +76,7 @@ def selective_state_update(
         disable_state_update: leave ``state`` alone.
         intermediate_states_buffer: [M, at least T, H, dim, dstate] in state's dtype, takes the state after each token, in row
             ``intermediate_state_indices`` [B], which it requires.
-        state_scale, intermediate_state_scales: [S, H, dim] and [M, steps, H, dim] fp32 with int8 and e4m3.
+        state_scale, intermediate_state_scales: [S, H, dim] and [M, steps, H, dim] fp32 with int8, int16 and e4m3.
         rand_seed: as in ``checkpointing_ssu``.
         algorithm, backend: choices among FlashInfer's kernels; checked, without effect.
 

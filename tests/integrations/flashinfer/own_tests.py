@@ -36,7 +36,6 @@ FILES = (
 )
 # What we refuse, or do, otherwise than FlashInfer: docs/flashinfer.md. The first that an error's text fits.
 REASONS = (
-    (r"state: supported are .* got torch\.int16", "int16 states"),
     (r"rand_seed: expected None for a state of torch\.(bfloat16|float32)", "a seed for a state that rounds to nearest"),
     (r"intermediate_state_indices: expected .* got None", "snapshots without their indices"),
     (r"DID NOT RAISE", "FlashInfer refuses what we can do"),

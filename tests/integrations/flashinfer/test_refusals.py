@@ -37,7 +37,7 @@ def placed(change: dict, given: dict | None = None) -> dict:
         (dict(x_cache=lambda x: x.bfloat16()), ValueError, r"v: expected .* torch.float32, got .* torch.bfloat16"),
         (dict(dt=lambda x: x.contiguous()), ValueError, r"dt: expected one value a head, expanded \(stride 0 in dim\)"),
         (dict(A=lambda x: x.contiguous()), ValueError, "A: expected one value a head, expanded"),
-        (dict(state=lambda x: x.to(torch.int16)), NotImplementedError, "state: supported are .* got torch.int16"),
+        (dict(state=lambda x: x.double()), NotImplementedError, "state: supported are .* got torch.float64"),
         (dict(state=lambda x: x.to(torch.int8)), ValueError, "state_scale: expected one fp32 value a row .* got None"),
         (dict(state_scale=torch.zeros(3, 2, 16)), ValueError, "state_scale: expected None for a state of torch.float32"),
         (

@@ -48,7 +48,7 @@ def test_rows_of_their_own_lengths(case, backend):
         layout,
         backend,
         out=out,
-        last=ints([2, 0, 1, 4]),
+        last=ints([2, 1, 1, 4]),
         trail=trail,
         to=to,
         corrections=u,

@@ -252,8 +252,8 @@ def _rings(layout: Layout, S: int, k: Tensor, u: Tensor, g: Tensor) -> tuple[Ten
 
 
 def _buffers(layout: Layout, state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Buffers:
-    """The caller's tensors, and room for what a step writes of raw inputs: nothing reads it, so on a GPU all slots share it."""
-    (S, H, R, V), one = u.shape, 1 if u.is_cuda else u.shape[0]
+    """The caller's tensors, and room for the raw inputs that a step writes: nothing reads it, in kernels all slots share it."""
+    (S, H, R, V), one = u.shape, 1 if translate.backend_of(u) == "triton" else u.shape[0]
     v = torch.empty(one, H, R, V, dtype=torch.float16, device=u.device).expand(S, H, R, V)
     beta, raw_g = (torch.empty(one, H, R, 1, device=u.device).expand(S, H, R, 1) for _ in range(2))
     ring = {"k": k[None], "u": u[None], "gsum": g[None, ..., None], "v": v[None], "beta": beta[None, ..., 0]}

@@ -376,14 +376,14 @@ def test_check_refuses_by_name(name, change, message):
 def test_step_bytes_by_hand():
     """GDN, 4 heads of [128, 128], W = 16: S = fp32 262144, read copy nvfp4 4 (8192 + 1024 + 512) = 38912 bytes.
 
-    One step in 16 flushes: it reads S and writes both; the others read the copy. Records as in test_layout.
+    One step in 16 flushes, which reads S and writes both; every step reads the copy. Records as in test_layout.
     """
     layout = Layout(GDN, 4, 2, 128, 128, W=16, u=torch.float32, read="nvfp4")
     one = layout.step_bytes()
-    assert one.replay.read == 15 / 16 * 38912 + (262144 + 16 * 1568) / 16 + 7.5 * 2584
+    assert one.replay.read == 38912 + (262144 + 16 * 1568) / 16 + 7.5 * 2584
     assert one.replay.written == 3640 + (262144 + 38912) / 16
     assert one.conventional.total == 2 * 262144
-    assert dataclasses.replace(layout, read=None).step_bytes().replay.read == 262144 + 1568 + 7.5 * 2584
+    assert dataclasses.replace(layout, read=None).step_bytes().replay.read == 262144 * (1 + 1 / 16) + 1568 + 7.5 * 2584
 
 
 def test_plain_formats_take_a_callers_dtype():

@@ -89,7 +89,7 @@ def _materialize_kernel(
                 s = load_state(source, d, layer, slot, i_h, o_v)
                 if FOLDS:
                     v_j = load_ring(source.v, d, layer, slot, i_h, start, records, o_v)
-                    s = folded(s, keys_j, factor, mix, out, E, v_j, d, EXACT, PRECISION)
+                    s = folded(s, records, keys_j, factor, mix, out, E, v_j, d, EXACT, PRECISION)
                 store_state(target, d, first + layer, to, i_h, o_v, s, rng)
 
 

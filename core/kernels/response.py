@@ -123,8 +123,8 @@ def channel_response(pool, d, layer, slot, i_h, start, n):
 
 
 @triton.jit
-def folded(s, rows, factor, mix, out, E, v, d, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """A state tile after the records of a response, v [BV, W] their raw values."""
+def folded(s, n, rows, factor, mix, out, E, v, d, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """A state tile after the n records of a response, v [BV, W] their raw values; for n = 0 the bits it had."""
     ROWS_EXACT: tl.constexpr = EXACT and not d.PER_CHANNEL
     x = v
     if d.DELTA:
@@ -136,5 +136,5 @@ def folded(s, rows, factor, mix, out, E, v, d, EXACT: tl.constexpr, PRECISION: t
         # Added outside the product: its accumulator truncates, which a state would accumulate.
         added = product(x, out[i_k], tl.zeros_like(s[i_k]), PRECISION, False, ROWS_EXACT)
         E_k = E[i_k][None, :] if d.PER_CHANNEL else E
-        after += (tl.fma(s[i_k], E_k + tl.zeros_like(s[i_k]), added),)
+        after += (tl.where(n > 0, tl.fma(s[i_k], E_k + tl.zeros_like(s[i_k]), added), s[i_k]),)
     return after

@@ -61,6 +61,7 @@ class Model:
         layers: recurrent layers.
         attention: the others.
         weights: bytes of all weights, at 16 bits unless a checkpoint says otherwise; None where unknown.
+        architecture: the class that its config.json names, by which engines choose their code; "" where it names none.
         note: what in this row is not read from the model's own files.
     """
 
@@ -72,6 +73,7 @@ class Model:
     layers: int
     attention: Attention = Attention()
     weights: float | None = None
+    architecture: str = ""
     note: str = ""
 
     def layout(self, **options: Any) -> Layout:
@@ -103,23 +105,27 @@ def _gqa(layers: int, heads: int, dim: int) -> Attention:
 
 
 BILLION = 2e9  # bytes of 1e9 weights of 16 bits
+QWEN, QWEN_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+NEMOTRON = "NemotronHForCausalLM"
 MODELS = {
-    "Qwen3.5-4B": Model(GDN, 32, 16, 128, 128, 24, _gqa(8, 4, 256), 4.5 * BILLION),
-    "Qwen3.5-27B": Model(GDN, 48, 16, 128, 128, 48, _gqa(16, 4, 256), 27 * BILLION),
-    "Qwen3.5-122B-A10B": Model(GDN, 64, 16, 128, 128, 36, _gqa(12, 2, 256), 122 * BILLION),
-    "Qwen3.5-397B-A17B": Model(GDN, 64, 16, 128, 128, 45, _gqa(15, 2, 256), 397 * BILLION),
-    "Qwen3-Next-80B-A3B": Model(GDN, 32, 16, 128, 128, 36, _gqa(12, 2, 256), 80 * BILLION),
-    "Kimi-Linear-48B-A3B": Model(KDA, 32, 32, 128, 128, 20, Attention(7, 1, 512 + 64), 48 * BILLION),
-    "Kimi-K3": Model(KDA_SAFE, 96, 96, 128, 128, 69, Attention(24, 1, 512 + 64), 2800 * BILLION),
+    "Qwen3.5-4B": Model(GDN, 32, 16, 128, 128, 24, _gqa(8, 4, 256), 4.5 * BILLION, QWEN),
+    "Qwen3.5-27B": Model(GDN, 48, 16, 128, 128, 48, _gqa(16, 4, 256), 27 * BILLION, QWEN),
+    "Qwen3.5-122B-A10B": Model(GDN, 64, 16, 128, 128, 36, _gqa(12, 2, 256), 122 * BILLION, QWEN_MOE),
+    "Qwen3.5-397B-A17B": Model(GDN, 64, 16, 128, 128, 45, _gqa(15, 2, 256), 397 * BILLION, QWEN_MOE),
+    "Qwen3-Next-80B-A3B": Model(GDN, 32, 16, 128, 128, 36, _gqa(12, 2, 256), 80 * BILLION, "Qwen3NextForCausalLM"),
+    "Kimi-Linear-48B-A3B": Model(KDA, 32, 32, 128, 128, 20, Attention(7, 1, 512 + 64), 48 * BILLION, "KimiLinearForCausalLM"),
+    "Kimi-K3": Model(
+        KDA_SAFE, 96, 96, 128, 128, 69, Attention(24, 1, 512 + 64), 2800 * BILLION, "KimiK3ForConditionalGeneration"
+    ),
     "GLM-5.3-Flash": Model(
         KDA_SAFE, 64, 64, 128, 128, 34, Attention(11, 1, 512, most=2048, index=128 / 16),
-        note="weights unknown: a checkpoint's folder or --weights says them",
+        architecture="Glm5NextForConditionalGeneration", note="weights unknown: a checkpoint's folder or --weights says them",
     ),
-    "Nemotron-3-Nano-4B": Model(MAMBA2, 96, 8, 80, 128, 21, _gqa(4, 8, 128), 4 * BILLION),
-    "Nemotron-3-Nano-30B-A3B": Model(MAMBA2, 64, 8, 64, 128, 23, _gqa(6, 2, 128), 31.6 * BILLION),
-    "Nemotron-3-Super-120B-A12B": Model(MAMBA2, 128, 8, 64, 128, 40, _gqa(8, 2, 128), 120.6 * BILLION),
+    "Nemotron-3-Nano-4B": Model(MAMBA2, 96, 8, 80, 128, 21, _gqa(4, 8, 128), 4 * BILLION, NEMOTRON),
+    "Nemotron-3-Nano-30B-A3B": Model(MAMBA2, 64, 8, 64, 128, 23, _gqa(6, 2, 128), 31.6 * BILLION, NEMOTRON),
+    "Nemotron-3-Super-120B-A12B": Model(MAMBA2, 128, 8, 64, 128, 40, _gqa(8, 2, 128), 120.6 * BILLION, NEMOTRON),
     "Nemotron-3-Ultra-550B-A55B": Model(
-        MAMBA2, 256, 8, 64, 128, 48, _gqa(12, 2, 128), 550 * BILLION,
+        MAMBA2, 256, 8, 64, 128, 48, _gqa(12, 2, 128), 550 * BILLION, NEMOTRON,
         note="its attention layers (12, each with 2 KV heads of 128) are assumed, after Nemotron-3-Super",
     ),
 }  # fmt: skip
@@ -182,9 +188,10 @@ def from_config(config: Config) -> Model:
         raise ValueError(f"model_type: expected one of {', '.join(_DEFAULTS)}, got {text['model_type']!r}")
     text = (_QWEN if kind.startswith("qwen") else {}) | _DEFAULTS[kind] | {k: v for k, v in text.items() if v is not None}
     try:
-        return _READERS[kind.partition("_")[0]](text)
+        model = _READERS[kind.partition("_")[0]](text)
     except KeyError as missing:
         raise ValueError(f"config.json of {kind}: expected {missing.args[0]!r}, found none") from None
+    return dataclasses.replace(model, architecture=(config.get("architectures") or [""])[0])
 
 
 def _layers(c: Config) -> tuple[int, int]:

@@ -266,5 +266,5 @@ def test_a_trained_model_of_the_package(tmp_path, monkeypatch):
 def test_help_names_the_commands():
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0
-    for name in ("run", "presets", "drift", "plan", "doctor", "soak", "bench", "report"):
+    for name in ("run", "presets", "drift", "plan", "config", "doctor", "soak", "bench", "report"):
         assert f" {name} " in done.output, name

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import bench, figures, report
+from .config import config
 from .doctor import doctor
 from .drift import drift
 from .plan import plan
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command()(figures.report)
 app.command()(plan)
+app.command()(config)
 app.command()(doctor)
 app.command()(drift)
 app.command()(soak)

@@ -1,4 +1,4 @@
-.PHONY: demo test lint gpu gpu-bench
+.PHONY: demo test lint docs gpu gpu-bench
 
 demo: .venv/stamp
 	.venv/bin/replayssm run
@@ -8,6 +8,9 @@ test: .venv/stamp
 
 lint: .venv/stamp
 	ci/lint
+
+docs: .venv/stamp
+	ci/docs
 
 gpu:
 	ci/gpu

@@ -51,7 +51,7 @@ def test_metadata(wheel):
     metadata = email.message_from_bytes(wheel.read(name))
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(line.partition("<")[0].partition(">")[0] for line in required) == ["torch", "triton"]
-    extras = {"cli", "export", "transformers", "sglang", "flashinfer", "trtllm", "dev"}
+    extras = {"cli", "export", "transformers", "sglang", "flashinfer", "trtllm", "docs", "dev"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     assert metadata["License-Expression"] == "Apache-2.0"
     entry_points = wheel.read(name.replace("METADATA", "entry_points.txt")).decode()

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from the committed results: its figures, and the tables between its markers."""
+"""docs/benchmarks.md from the committed results: its figures and the tables between its markers; and README.md's table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import tables
 from .results import COMMANDS, Results
 
 Rows = Sequence[dict[str, Any]]
-PAGE = "benchmarks.md"
+PAGE, README = "benchmarks.md", "README.md"
 BEGIN, END = "<!-- report: {} -->", "<!-- report: end -->"
 
 
@@ -103,6 +103,17 @@ def fill(page: str, found: Results) -> str:
     if sorted(names) != sorted(SECTIONS):
         raise ValueError(f"{PAGE}: expected a pair of markers for each of {', '.join(SECTIONS)}, got {names}")
     return pattern.sub(lambda at: f"{BEGIN.format(at[1])}\n\n{section(at[1], found)}\n\n{END}", page)
+
+
+def summarise(readme: str, found: Results) -> str:
+    """README.md with its table, where it has markers for one and decode steps were measured."""
+    begin = BEGIN.format("summary")
+    if begin not in readme or "decode" not in found:
+        return readme
+    decode, verify = (found.get(name, {"rows": []}) for name in ("decode", "verify"))
+    text = f"{tables.summary(decode['rows'], verify['rows'])}\n\n{tables.header(decode['header'], COMMANDS['decode'])}"
+    before, _, rest = readme.partition(begin)
+    return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
 def drawable(found: Results) -> dict[str, Rows]:

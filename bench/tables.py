@@ -74,6 +74,25 @@ def verify(rows: Sequence[Row]) -> str:
     ])  # fmt: skip
 
 
+def summary(decoded: Sequence[Row], verified: Sequence[Row], T: int = 4) -> str:
+    """Per layer at its largest batch, fp32 states: a step of one token and one of T, beside the best conventional peer's."""
+    columns = ("layer", "requests", "one token, µs", "conventional, µs", "", f"{T} tokens, µs", "conventional, µs", "")
+    same, rows = ("layer", "family", "batch", "state", "read"), []
+    plain = [row for row in decoded if (row["state"], row["read"]) == ("fp32", None)]
+    for (layer, family), of in group(plain, "layer", "family").items():
+        one = max(of, key=lambda row: row["batch"])
+        several = [row for row in verified if row["T"] == T and all(row[key] == one[key] for key in same)]
+        rows.append((f"{layer} ({FAMILIES[family]})", f"{one['batch']}", *_beside(one), *_beside(next(iter(several), None))))
+    return table(columns, rows)
+
+
+def _beside(row: Row | None) -> tuple[str, str, str]:
+    """A row's time, the best conventional peer's, and how many times ours that is."""
+    peer = best(row, False) if row else None
+    ours = f"{row['us']:.0f}" if row else "-"
+    return (ours, f"{peer[1]:.0f}", f"{peer[1] / row['us']:.2f} x") if row and peer else (ours, "-", "-")
+
+
 def trace(rows: Sequence[Row]) -> str:
     """Per layer: how much slower than the mean the slowest step of a cycle is."""
     return table(("layer", "requests", "W", "slowest step / mean of a cycle"), [

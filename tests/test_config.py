@@ -66,6 +66,7 @@ def test_yaml_alone_on_stdout():
     assert found["kv_cache_config"] == {"mamba_ssm_cache_dtype": "float32"}
     assert found["speculative_config"] == {"decoding_type": "MTP", "max_draft_len": 3}
     assert "trtllm is not installed here" in done.stderr and "(MTP)" in done.stderr
+    assert "--window 16" not in done.stderr
 
 
 def test_json_and_a_config_of_hugging_face(tmp_path):
@@ -99,7 +100,8 @@ def test_window_is_that_of_plan():
 def test_with_drafts_the_window_fits_the_engine_s_history():
     """Its two halves of 16 rows hold the window and the step's tokens."""
     args = ("trtllm", "--model", "Nemotron-3-Super-120B-A12B", "--speculate", "6", "--json")
-    assert json.loads(outcome(*args).stdout)["settings"]["model_kwargs"]["replayssm"]["window"] == 26
+    found = json.loads(outcome(*args).stdout)
+    assert found["settings"]["model_kwargs"]["replayssm"]["window"] == 26 and "--window 16" in found["notes"][-1]
     assert "window: expected at most 26" in outcome(*args, "--window", "27").stderr
 
 

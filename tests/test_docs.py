@@ -42,6 +42,17 @@ def test_links_of_the_repository(page):
             assert (page.parent / link.partition("#")[0]).exists(), link
 
 
+def test_workflows_run_targets_that_exist():
+    yaml = pytest.importorskip("yaml")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    ran = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job["steps"]:
+                ran |= set(re.findall(r"\bmake ([a-z-]+)", step.get("run", "")))
+    assert ran == targets - {".venv"}
+
+
 def test_drawn_figures_are_svg():
     for name in ("ring", "modules"):
         assert ElementTree.parse(ROOT / "docs" / "figures" / f"{name}.svg").getroot().tag.endswith("svg")

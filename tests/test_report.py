@@ -63,6 +63,17 @@ def test_committed_page_is_what_report_writes():
     assert all((DOCS / "figures" / f"{name}.png").is_file() for name in linked)
 
 
+def test_readme_s_table_is_what_report_writes(every):
+    text = (DOCS.parent / report.README).read_text()
+    assert report.BEGIN.format("summary") in text
+    assert text == report.summarise(text, results.load()), "run `replayssm report`"
+    found = report.summarise(f"a\n{report.BEGIN.format('summary')}\nold\n{report.END}\nz", every)
+    assert found.startswith("a\n") and found.endswith("\nz") and "old" not in found
+    assert "| Qwen3.5-4B (Gated DeltaNet) | 4 | 50 | 100 | 2.00 x | 54 | 100 | 1.85 x |" in found
+    del every["verify"]
+    assert "| 4 | 50 | 100 | 2.00 x | - | - | - |" in report.summarise(found, every)
+
+
 def test_tables(every):
     found = report.section("decode", every)
     assert "NVIDIA H200, 2030-01-01, driver 1, torch 2, Triton 3, commit abcdefabcdef; read ceiling 4.50 TB/s." in found

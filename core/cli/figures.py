@@ -17,7 +17,8 @@ def report(
 ) -> None:
     """Draw every figure that the results allow and rewrite the tables between the markers of benchmarks.md.
 
-    Where the folder has no benchmarks.md, one of figures and tables alone is written. What is not measured is listed.
+    Where the folder has no benchmarks.md, one of figures and tables alone is written; the table of a README.md beside the
+    folder is rewritten as well. What is not measured is listed.
 
     Example: replayssm report --results bench/results/h200 --out docs
 
@@ -29,7 +30,7 @@ def report(
         if failed.name != "matplotlib":
             raise
         refuse("matplotlib is not installed; pip install 'replayssm[cli]'")
-    from replayssm.bench.report import PAGE, bare, drawable, fill, missing
+    from replayssm.bench.report import PAGE, README, bare, drawable, fill, missing, summarise
     from replayssm.bench.results import COMMITTED, load
 
     console, page = Console(highlight=False, soft_wrap=True), out / PAGE
@@ -45,5 +46,9 @@ def report(
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
     console.print(f"{page}")
+    readme = out.resolve().parent / README
+    if readme.is_file() and (text := summarise(readme.read_text(), found)) != readme.read_text():
+        readme.write_text(text)
+        console.print(f"{readme}")
     for line in missing(found):
         console.print(f"missing: {line}", style="yellow", markup=False)

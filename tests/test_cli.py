@@ -184,6 +184,8 @@ def test_presets_are_listed():
     assert done.exit_code == 0
     for name, preset in presets.PRESETS.items():
         assert name in done.output and preset.model in done.output
+    listed = json.loads(CliRunner().invoke(app, ["presets", "--json"]).stdout)["presets"]
+    assert {one["preset"]: one["class"] for one in listed}.items() >= {n: p.model for n, p in presets.PRESETS.items()}.items()
 
 
 def test_book_is_ascii_prose():
@@ -261,6 +263,19 @@ def test_a_trained_model_of_the_package(tmp_path, monkeypatch):
     assert any(line.split()[:3] == ["tiny", "Qwen3_5ForCausalLM", "trained"] for line in listed.output.splitlines())
     done = CliRunner().invoke(app, ["run", "--model", "tiny", "--max-new-tokens", "2"])
     assert done.exit_code == 0 and "tiny: 3 gdn layers" in done.output, done.output
+
+
+def commands() -> list[list[str]]:
+    groups = [([], app), *(([group.name], group.typer_instance) for group in app.registered_groups)]
+    return [[*words, one.name or one.callback.__name__] for words, of in groups for one in of.registered_commands]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_has_an_example_exit_codes_and_json(words):
+    done = CliRunner().invoke(app, [*words, "--help"])
+    assert done.exit_code == 0
+    assert f"Example: replayssm {' '.join(words)}" in done.output and "Exit code 0" in done.output
+    assert "--json" in done.output or words == ["bench", "stage"]  # which fills a folder and has nothing to tell
 
 
 def test_help_names_the_commands():

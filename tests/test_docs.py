@@ -42,6 +42,16 @@ def test_links_of_the_repository(page):
             assert (page.parent / link.partition("#")[0]).exists(), link
 
 
+def test_tests_that_are_named_exist():
+    every: dict[str, str] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        every[path.name] = every.get(path.name, "") + path.read_text()
+    for page in PAGES:
+        for file, _, name in re.findall(r"\b(test_\w+\.py)(::(test_\w+))?", page.read_text()):
+            assert file in every, f"{page.name}: {file}"
+            assert f"def {name}(" in every[file] or not name, f"{page.name}: {file}::{name}"
+
+
 def test_workflows_run_targets_that_exist():
     yaml = pytest.importorskip("yaml")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

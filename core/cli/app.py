@@ -52,6 +52,8 @@ def run(
 ) -> None:
     """Generate greedily with a model's own decoding and with ReplaySSM, and compare tokens, logits, bytes and time.
 
+    Example: replayssm run --model qwen3.5 --speculate prompt-lookup --draft-tokens 4
+
     Exit code 0: identical tokens. 1: tokens differ. 2: bad input.
     """
     compare, known = with_transformers(".compare"), with_transformers(PRESETS)
@@ -76,7 +78,16 @@ def run(
 
 
 @app.command()
-def presets() -> None:
-    """List the small models that ``run`` and ``drift`` take without a download: trained ones, and random weights."""
+def presets(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False) -> None:
+    """List the small models that ``run`` and ``drift`` take without a download: trained ones, and random weights.
+
+    Example: replayssm presets
+
+    Exit code 0, or 2 where transformers is missing.
+    """
     known = with_transformers(PRESETS)
-    report.presets(known.TRAINED, known.PRESETS.values())
+    listed = report.presets(known.TRAINED, known.PRESETS.values())
+    if as_json:
+        print(json.dumps({"presets": listed}, indent=2))
+    else:
+        report.print_presets(listed)

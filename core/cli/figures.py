@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from .refuse import refuse
 def report(
     results: Annotated[Path | None, typer.Option(help="Folder of results; default: the committed ones.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of benchmarks.md; figures go into its figures/.")] = Path("docs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Draw every figure that the results allow and rewrite the tables between the markers of benchmarks.md.
 
@@ -33,7 +35,7 @@ def report(
     from replayssm.bench.report import PAGE, README, bare, drawable, fill, missing, summarise
     from replayssm.bench.results import COMMITTED, load
 
-    console, page = Console(highlight=False, soft_wrap=True), out / PAGE
+    page, written = out / PAGE, []
     try:
         found = load(results or COMMITTED)
         text = fill(page.read_text() if page.is_file() else bare(), found)
@@ -42,13 +44,19 @@ def report(
     for name, rows in drawable(found).items():
         path = out / "figures" / f"{name}.png"
         figures.save(getattr(figures, name)(rows), path)
-        console.print(f"{path}")
+        written.append(path)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
-    console.print(f"{page}")
+    written.append(page)
     readme = out.resolve().parent / README
     if readme.is_file() and (text := summarise(readme.read_text(), found)) != readme.read_text():
         readme.write_text(text)
-        console.print(f"{readme}")
+        written.append(readme)
+    if as_json:
+        print(json.dumps({"written": list(map(str, written)), "missing": missing(found)}, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for path in written:
+        console.print(f"{path}")
     for line in missing(found):
         console.print(f"missing: {line}", style="yellow", markup=False)

@@ -75,12 +75,18 @@ def _speculation(console: Console, drafted: Drafted, replay: Cost) -> None:
     )
 
 
-def presets(trained: dict[str, Path], every: Iterable[Preset]) -> None:
-    """Print the models that need no download, one a line: the trained ones, then presets of random weights."""
-    table = Table("preset", "class", "what it is", box=None, pad_edge=False)
+def presets(trained: dict[str, Path], every: Iterable[Preset]) -> list[dict[str, str]]:
+    """The models that need no download, by name, class and what they are: the trained ones, then presets of random weights."""
+    listed = []
     for name, folder in trained.items():
         (model,) = json.loads((folder / "config.json").read_text())["architectures"]
-        table.add_row(name, model, "trained on English text in the public domain")
-    for preset in every:
-        table.add_row(preset.name, preset.model, preset.about)
+        listed.append({"preset": name, "class": model, "what it is": "trained on English text in the public domain"})
+    return listed + [{"preset": one.name, "class": one.model, "what it is": one.about} for one in every]
+
+
+def print_presets(listed: list[dict[str, str]]) -> None:
+    """One model a line."""
+    table = Table("preset", "class", "what it is", box=None, pad_edge=False)
+    for one in listed:
+        table.add_row(*one.values())
     Console(highlight=False).print(table)

@@ -256,10 +256,15 @@ class Layout:
         tensors = one.tensors(self.V, self.K)
         return {field + suffix: ((self.H, *tensors[part][0]), tensors[part][1]) for part, suffix in SUFFIXES if part in tensors}
 
-    def allocate(self, layers: int, slots: int, device: torch.device | str) -> Buffers:
-        """Zeroed buffers [layers, slots, ...] of every tensor; ring rows token-major where ``order`` says so."""
+    def allocate(self, layers: int, slots: int, device: torch.device | str, state: Tensor | None = None) -> Buffers:
+        """Zeroed buffers [layers, slots, ...] of every tensor; ring rows token-major where ``order`` says so.
+
+        ``state``: an engine's own checkpoints, taken as they are in place of new ones.
+        """
 
         def one(name: str) -> Tensor | None:
+            if name == "state" and state is not None:
+                return state
             if name not in self.tensors:
                 return None
             shape, dtype = self.tensors[name]

@@ -109,6 +109,17 @@ def wrong_tensors():
     yield "kda", "g", lambda x: x[..., :1], r"expected \[2, 3, 2, 11, 32\] torch.float32, got \[2, 3, 2, 11, 1\]"
 
 
+def test_allocate_around_an_engines_checkpoints():
+    """Its own tensor is the state, with whatever slot stride it has; only the rest is new."""
+    layout = Layout(**SIZES | dict(recurrence=GDN))
+    shape, dtype = layout.tensors["state"]
+    held = torch.ones(LAYERS, 2 * SLOTS, *shape, dtype=dtype)[:, ::2]
+    buffers = layout.allocate(LAYERS, SLOTS, "cpu", state=held)
+    layout.check(buffers)
+    assert buffers.state is held and bool((held == 1).all())
+    assert sum(x.nbytes for x in buffers[1:] if x is not None) == LAYERS * SLOTS * (layout.slot_bytes - layout.state_bytes)
+
+
 @pytest.mark.parametrize("family, name, change, message", list(wrong_tensors()))
 def test_check_refuses_by_name(family, name, change, message):
     layout = small(FAMILY[family])

@@ -1,0 +1,194 @@
+"""Where SGLang's own code is told of ReplaySSM. Every hook does nothing in a server that did not choose it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import fused_conv_window_scatter_with_mask
+from sglang.kernels.ops.mamba.triton_ops import ssu_dispatch
+from sglang.srt.configs.mamba_utils import BaseLinearStateParams
+from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch import Tensor
+
+from ... import Layout
+from . import layers as model_layers
+from . import names
+from .backends import BACKENDS
+from .kernels import ReplaySSU
+from .layers import Layers
+from .pool import ReplayMambaPool, describe, ring_bytes
+from .replay import Replay
+from .settings import NAME, chosen, settings_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Sized:
+    """What was found when SGLang sized the pool of this process's model, for the pool it then makes."""
+
+    layout: Layout | None = None
+    layers: Layers | None = None
+    path: tuple[Tensor, Tensor] | None = None  # of the verify step whose commit is under way: accepted, path
+
+
+sized = Sized()
+
+
+def register() -> list[str]:
+    """Register the hooks; their targets are returned. Nothing is replaced before ``HookRegistry.apply_hooks``."""
+    ssu_dispatch._BACKEND_REGISTRY[NAME] = ReplaySSU
+    around: dict[str, Callable[..., Any]] = {
+        f"{names.CONFIGURATOR}._handle_max_mamba_cache": _size,
+        f"{names.REQUEST_POOL}._init_mamba_pool": _make_pool,
+        f"{names.GDN}.GDNKernelDispatcher.__init__": _dispatch,
+        f"{names.KDA}.KDAKernelDispatcher.__init__": _dispatch,
+        f"{names.HYBRID_BACKEND}.update_mamba_state_after_mtp_verify": _commit,
+        names.COMMIT: _accept,
+    } | dict.fromkeys(names.present(*names.DONATIONS), _donate)
+    after = [f"{names.GDN}.GDNAttnBackend.__init__", f"{names.KDA}.KDAAttnBackend.__init__", f"{names.MAMBA2_BACKEND}.__init__"]
+    for target, hook in around.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    for target in after:
+        HookRegistry.register(target, _become, HookType.AFTER)
+    return [*around, *after]
+
+
+# ---- the pool ----------------------------------------------------------------------------------------------------------
+
+
+def _size(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
+    """SGLang divides memory: each slot is charged with our ring, and no state is set aside per draft."""
+    linear, mamba2 = chosen(self.server_args)
+    if self.is_draft_worker or not (linear or mamba2):
+        return original(self, total_rest_memory)
+    parameters = self.mambaish_config.mamba2_cache_params
+    sized.layers = found = model_layers.of(self.model, parameters, linear, mamba2)
+    drafts = None if self.spec_algorithm.is_none() else get_spec().speculative_num_draft_tokens
+    sized.layout = layout = settings_of(self.server_args).layout(
+        found.recurrence, found.H, found.G, found.V, found.K, drafts or 1, self.model_dtype, parameters.dtype.temporal
+    )
+    if parameters.shape.temporal != (layout.H, layout.V, layout.K):
+        raise RuntimeError(f"states: expected {[layout.H, layout.V, layout.K]}, got SGLang's {parameters.shape.temporal}")
+    windows = sum(rows * columns for rows, columns in parameters.shape.conv) * parameters.dtype.conv.itemsize * (drafts or 0)
+    logger.info("%s", describe(layout, len(found.weights)))
+    algorithm, self.spec_algorithm = self.spec_algorithm, SpeculativeAlgorithm.NONE
+    try:
+        with _charged((ring_bytes(layout) + windows) * len(parameters.layers)):
+            return original(self, total_rest_memory)
+    finally:
+        self.spec_algorithm = algorithm
+
+
+@contextmanager
+def _charged(extra: int):
+    """SGLang's bytes of a slot are that much more."""
+    own = BaseLinearStateParams.mamba_cache_per_req
+    BaseLinearStateParams.mamba_cache_per_req = property(lambda self: own.fget(self) + extra)
+    try:
+        yield
+    finally:
+        BaseLinearStateParams.mamba_cache_per_req = own
+
+
+def _make_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The pool of the model that was sized is ours."""
+    if sized.layout is not None:
+        self.mamba_pool_cls = partial(ReplayMambaPool, layout=sized.layout, layers=sized.layers)
+    original(self, *args, **kwargs)
+
+
+def replay_of(request_pool: Any) -> Replay | None:
+    """The Replay behind SGLang's pool of requests, where it is ours."""
+    return getattr(getattr(request_pool, "mamba_pool", None), "replay", None)
+
+
+def _donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """The prefix cache takes the request's own slot, or copies it: its ring is folded first."""
+    request_pool = self.req_to_token_pool if hasattr(self, "req_to_token_pool") else self.cache.req_to_token_pool
+    replay, slot = replay_of(request_pool), names.slot_of(req)
+    if replay is not None and slot is not None:
+        replay.settle(slot.reshape(1))
+    return original(self, req, *args, **kwargs)
+
+
+# ---- the backends ------------------------------------------------------------------------------------------------------
+
+
+def _dispatch(original: Callable[..., None], self: Any, decode_backend: LinearAttnKernelBackend, *rest: Any) -> None:
+    """SGLang calls a backend it does not know "custom", and has no kernel for it; ours comes later, in ``become``."""
+    original(self, LinearAttnKernelBackend.TRITON if decode_backend.is_custom() else decode_backend, *rest)
+
+
+def _become(result: None, self: Any, model_runner: Any) -> None:
+    """A backend over our pool becomes ours; a draft model's stays SGLang's."""
+    if replay_of(model_runner.req_to_token_pool) is None or model_runner.is_draft_worker:
+        return
+    if type(self) not in BACKENDS:
+        raise NotImplementedError(f"{NAME}: supported are {[one.__name__ for one in BACKENDS]}, got {type(self).__name__}")
+    self.__class__ = BACKENDS[type(self)]
+    self.become()
+
+
+# ---- speculation -------------------------------------------------------------------------------------------------------
+
+
+def _accept(
+    original: Callable[..., None],
+    target_worker: Any,
+    batch: Any,
+    accept_lens: Tensor,
+    accept_index: Tensor,
+    draft_token_num: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Which drafts of a tree stay, in order; SGLang hands on the last one alone."""
+    if replay_of(target_worker.model_runner.req_to_token_pool) is not None and accept_index.numel():
+        first = torch.arange(accept_lens.shape[0], device=accept_lens.device)[:, None] * draft_token_num
+        sized.path = accept_lens, (accept_index - first).clamp(min=0)
+    try:
+        original(target_worker, batch, accept_lens, accept_index, draft_token_num, *args, **kwargs)
+    finally:
+        sized.path = None
+
+
+def _commit(
+    original: Callable[..., None],
+    self: Any,
+    last_correct_step_indices: Tensor,
+    mamba_track_indices: Tensor | None,
+    mamba_steps_to_track: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """SGLang knows what was accepted: cursors move, convolution windows are SGLang's to roll back, snapshots are taken."""
+    backend = self.linear_attn_backend
+    replay, last = replay_of(backend.req_to_token_pool), last_correct_step_indices
+    if replay is None:
+        original(self, last, mamba_track_indices, mamba_steps_to_track, *args, **kwargs)
+        return
+    planned = backend.forward_metadata.mamba_cache_indices
+    slots, B = planned[: last.shape[0]], last.shape[0]
+    accepted, path = sized.path or (last + 1, None)
+    replay.commit(planned.shape[0], accepted, path)
+    windows = backend.req_to_token_pool.get_speculative_mamba2_params_all_layers()
+    pairs = list(zip(windows.conv, windows.intermediate_conv_window, strict=True))
+    for conv, window in pairs:
+        fused_conv_window_scatter_with_mask(conv, window, slots, last)
+    if mamba_track_indices is None:
+        return
+    steps = mamba_steps_to_track
+    for conv, window in pairs:
+        fused_conv_window_scatter_with_mask(conv, window, mamba_track_indices, steps)
+    kept = steps if path is None else (path[:B] == steps[:, None]).int().argmax(1)
+    replay.snapshot(slots, steps >= 0, mamba_track_indices, accepted - kept - 1)

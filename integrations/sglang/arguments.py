@@ -12,12 +12,12 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from . import names
-from .settings import NAME, POOL_DTYPES, Settings, check, chosen, overrides_of
+from .settings import NAME, POOL_DTYPES, Settings, check, check_place, chosen, overrides_of
 
 CHOICES = ("linear_attn_decode_backend", "mamba_backend")
 HELP = {
     "window": "most records between folds of a request's state (default 16)",
-    "checkpoint": "format of the recurrent states: fp32, bf16, fp16 or fp16+sr (default: as --mamba-ssm-dtype or the model says)",
+    "checkpoint": "format of the states: fp32, bf16, fp16 or fp16+sr (default: as --mamba-ssm-dtype or the model says)",
     "read": "format of a copy of the states that decoding reads: e4m3, int8 or nvfp4 (default: none)",
     "u": "dtype of the delta rule's readout helper: fp32, bf16 or fp16",
 }
@@ -76,12 +76,11 @@ def _parse_options(original: Callable[..., Any], cls: type, args: argparse.Names
 
 def _resolve(failures: list[Exception], original: Callable[[Any], None], server_args: Any) -> None:
     """In the midst of SGLang's resolution of the server arguments: the one place where start-up is refused."""
+    check_place(server_args)
     if any(chosen(server_args)):
         if failures:
             raise RuntimeError(f"{NAME} cannot run here: {failures[0]}") from failures[0]
         _decide(server_args, check(server_args))
-    elif NAME in overrides_of(server_args):
-        raise ValueError(f"{NAME} settings: expected --linear-attn-decode-backend {NAME} or --mamba-backend {NAME} with them")
     original(server_args)
 
 

@@ -14,8 +14,8 @@ from .replay import Replay
 
 
 def _prefills(forward_batch: Any) -> bool:
-    """Whether SGLang's prefill kernels read and write states in this batch."""
-    mode = forward_batch.forward_mode
+    """Whether SGLang's prefill kernels read and write states; a decode batch may be labelled as a prefill, to be padded."""
+    mode = getattr(forward_batch, "logical_forward_mode", forward_batch.forward_mode)
     return mode.is_extend() and not mode.is_target_verify() and not mode.is_draft_extend_v2()
 
 
@@ -61,7 +61,7 @@ def _replayed(base: type) -> type:
             cache_indices: Tensor,
             layer_id: int | None = None,
         ) -> None:
-            """A prefix-cache snapshot after a decode step: SGLang's copy of convolution windows stays, its states are overwritten."""
+            """A snapshot for the prefix cache: SGLang copies convolution windows, and states that are overwritten then."""
             super()._track_mamba_state_decode(forward_batch, conv_states, ssm_states, cache_indices, layer_id)
             self._snapshot(forward_batch.mamba_track_mask, cache_indices)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.kernels.ops.mamba.triton_ops.ssu_dispatch import MambaSSUBackend
-from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from torch import Tensor
 
 from .replay import Replay
 from .settings import NAME
 
 
-class ReplayLinearKernel(LinearAttnKernelBase):
-    """GDN and KDA, in a dispatcher's decode and verify."""
+class ReplayLinearKernel(TritonKDAKernel):
+    """GDN and KDA, in a dispatcher's decode and verify; SGLang before 0.5.22 lets no other class have KDA's safe gate."""
 
     supports_packed_decode = True
     supports_packed_decode_safe_gate = True
+    supports_safe_gate_verify = True
+    supports_fused_chain_verify = False
     supports_strided_target_verify_qkv = True
 
     replay: Replay  # set by the backend that owns the dispatcher
@@ -28,7 +30,22 @@ class ReplayLinearKernel(LinearAttnKernelBase):
         of = self.replay.layout
         q, k, v = mixed_qkv.split([of.G * of.K, of.G * of.K, of.H * of.V], -1)
         q, k, v = q.unflatten(-1, (of.G, of.K)), k.unflatten(-1, (of.G, of.K)), v.unflatten(-1, (of.H, of.V))
-        return self.replay.decode(cache_indices, q=q, k=k, v=v, **self._gates(v.shape[0], a, b, dt_bias))[None]
+        return self.decode(q[None], k[None], v[None], a, b, dt_bias=dt_bias, cache_indices=cache_indices)
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        dt_bias: Tensor,
+        cache_indices: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The same of q, k [1, B, G, K], v [1, B, H, V], which SGLang 0.5.20 and 0.5.21 have for KDA's safe gate."""
+        return self.replay.decode(cache_indices, q=q[0], k=k[0], v=v[0], **self._gates(v.shape[1], a, b, dt_bias))[None]
 
     def target_verify(
         self,
@@ -56,14 +73,6 @@ class ReplayLinearKernel(LinearAttnKernelBase):
         of = self.replay.layout
         per_head = (of.H, of.K) if of.recurrence.per_channel else (of.H,)
         return {"a": a.reshape(N, *per_head), "b": b.reshape(N, of.H), "dt_bias": dt_bias.reshape(per_head)}
-
-    def decode(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Never called: decoding is packed."""
-        raise NotImplementedError(f"{NAME}: SGLang decodes with packed_decode where it is supported")
-
-    def extend(self, *args: Any, **kwargs: Any) -> tuple:
-        """Never called: prefill is SGLang's own."""
-        raise NotImplementedError(f"{NAME}: prefill is SGLang's own")
 
 
 class ReplaySSU(MambaSSUBackend):

@@ -57,6 +57,7 @@ REFUSED = {
     "enable_unified_memory": "its pool moves states",
     "enable_page_major_kv_layout": "SGLang allows its own kernels alone there",
     "enable_two_batch_overlap": "two batches would share one plan",
+    "enable_torch_compile": "compiled steps would hold one step's plan",
     "enable_pdmux": "two batches would share one plan",
     "enable_int8_mamba_checkpoint": "its pool is filled past ours",
     "enable_hierarchical_cache": "its loads put states into slots past our pool",
@@ -87,6 +88,15 @@ def settings_of(server_args: Any) -> Settings:
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, one['loc'])) or NAME}: {one['msg']}" for one in error.errors())
         raise ValueError(f"{NAME} settings: {faults}, got {given}") from None
+
+
+def check_place(server_args: Any) -> None:
+    """The choice, and settings, stand where they have a meaning; ValueError names those that do not."""
+    for name in ("linear_attn_backend", "linear_attn_prefill_backend"):
+        if getattr(server_args, name) == NAME:
+            raise ValueError(f"--{name.replace('_', '-')} {NAME}: prefill is SGLang's own; use --linear-attn-decode-backend")
+    if NAME in overrides_of(server_args) and not any(chosen(server_args)):
+        raise ValueError(f"{NAME} settings: expected --linear-attn-decode-backend {NAME} or --mamba-backend {NAME} with them")
 
 
 def check(server_args: Any) -> Settings:

@@ -98,7 +98,13 @@ INTEGRATIONS = (
         modes=("decode", "assisted generation (chains)"),
         limits=("assisted generation of Mamba2ForCausalLM: transformers cannot find its cache", "no trees"),
     ),
-    Integration("sglang", "sglang"),
+    Integration(
+        "sglang",
+        "sglang",
+        families=("mamba2", "gdn", "kda", "kda_safe"),
+        modes=("decode", "speculation (chains, trees)"),
+        limits=("states in fp32, bf16, fp16 and fp16+sr, which its prefill reads, with any read copy", "docs/sglang.md: refusals"),
+    ),
     Integration(
         "trtllm",
         "tensorrt-llm",

@@ -38,17 +38,24 @@ def _replayed(base: type) -> type:
             self.replay.layer = self.req_to_token_pool.mamba_map[layer_id]
             return self.replay.layer == self.replay.last
 
+        def _replay_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            """Of a step in a CUDA graph."""
+            self.replay.begin()
+            return super()._replay_metadata(*args, **kwargs)
+
         def _forward_metadata(self, forward_batch: Any) -> Any:
+            """Of any other batch."""
             metadata = super()._forward_metadata(forward_batch)
             self._before(forward_batch, metadata.mamba_cache_indices)
             return metadata
 
         def refresh_prefill_graph_metadata(self, meta: Any, forward_batch: Any) -> None:
-            """In place of the above, for a prefill in a CUDA graph."""
+            """Of a prefill in a CUDA graph."""
             super().refresh_prefill_graph_metadata(meta, forward_batch)
             self._before(forward_batch, self.req_to_token_pool.get_mamba_indices(forward_batch.req_pool_indices))
 
         def _before(self, forward_batch: Any, slots: Tensor) -> None:
+            self.replay.begin()
             if _prefills(forward_batch):
                 self.replay.weights_changed()
                 self.replay.settle(slots)

@@ -101,10 +101,20 @@ def _charged(extra: int):
 
 
 def _make_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The pool of the model that was sized is ours."""
-    if sized.layout is not None:
-        self.mamba_pool_cls = partial(ReplayMambaPool, layout=sized.layout, layers=sized.layers)
+    """The pool of the model that was sized is ours, and hears of the slots that its allocator gives away."""
+    if sized.layout is None:
+        original(self, *args, **kwargs)
+        return
+    self.mamba_pool_cls = partial(ReplayMambaPool, layout=sized.layout, layers=sized.layers)
     original(self, *args, **kwargs)
+    self.mamba_allocator.alloc = partial(_assign, self.mamba_allocator.alloc, self.mamba_pool.replay)
+
+
+def _assign(alloc: Callable[[int], Tensor | None], replay: Replay, need_size: int) -> Tensor | None:
+    slots = alloc(need_size)
+    if slots is not None:
+        replay.assigned.append(slots)
+    return slots
 
 
 def replay_of(request_pool: Any) -> Replay | None:
@@ -113,10 +123,10 @@ def replay_of(request_pool: Any) -> Replay | None:
 
 
 def _donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """The prefix cache takes the request's own slot, or copies it: its ring is folded first."""
+    """The prefix cache takes the request's own slot, or copies it: its ring is folded first. With extra buffers, those."""
     request_pool = self.req_to_token_pool if hasattr(self, "req_to_token_pool") else self.cache.req_to_token_pool
     replay, slot = replay_of(request_pool), names.slot_of(req)
-    if replay is not None and slot is not None:
+    if replay is not None and slot is not None and not request_pool.enable_mamba_extra_buffer:
         replay.settle(slot.reshape(1))
     return original(self, req, *args, **kwargs)
 

@@ -55,7 +55,7 @@ def _resolves(path: str) -> bool:
 
 def slot_of(req: Any) -> Any:
     """The request's slot of the recurrent pool, a tensor without dimensions, or None; from 0.5.19 in ``req.kv``."""
-    return getattr(req, "kv", req).mamba_pool_idx
+    return (req if hasattr(req, "mamba_pool_idx") else req.kv).mamba_pool_idx
 
 
 def decide(server_args: Any, **fields: Any) -> None:

@@ -23,7 +23,7 @@ def ring_bytes(layout: Layout) -> int:
 
 
 class ReplayMambaPool(memory_pool.MambaPool):
-    """The pool's states are our checkpoints; whoever moves a slot finds them exact and the ring empty.
+    """The pool's states are our checkpoints. What moves them between slots is SGLang's own: it finds them exact.
 
     No state per draft is allocated: drafts live in the ring. Convolution windows per draft are SGLang's own.
 
@@ -77,16 +77,6 @@ class ReplayMambaPool(memory_pool.MambaPool):
         return self.SpeculativeState(
             conv=pool.conv, temporal=pool.temporal, intermediate_ssm=none, intermediate_conv_window=windows
         )
-
-    def clear_slots(self, indices: Tensor) -> None:
-        """On SGLang's forward stream, before a request's first prefill."""
-        super().clear_slots(indices)
-        self.replay.restart(indices)
-
-    def copy_from(self, src_indices: Tensor, dst_indices: Tensor) -> None:
-        """Sources are prefix-cache entries or slots after a prefill: no records."""
-        super().copy_from(src_indices, dst_indices)
-        self.replay.restart(dst_indices)
 
     def get_cpu_copy(self, indices: Tensor) -> Any:
         """A retracted request's state goes to the host."""

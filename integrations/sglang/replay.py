@@ -34,6 +34,8 @@ class Replay:
     Attributes:
         state: the ReplayState.
         layer: the layer that runs, counted in the pool's order; SGLang's kernels are not told.
+        assigned: slots that SGLang gave to requests or to its prefix cache since the last batch began. Whatever fills them, a
+            prefill, a copy, a transfer from another server or from the host, finds or leaves no record in their rings.
     """
 
     def __init__(self, layout: Layout, buffers: Buffers, layers: Layers) -> None:
@@ -47,6 +49,7 @@ class Replay:
         self._A_of = [None if derived else one for one in self._A.unbind()]
         self._verified: dict[int, Plan] = {}
         self.layer = 0
+        self.assigned: list[Tensor] = []
         self.weights_changed()
         if layout.format.stochastic:  # what a slot draws shall not be what its neighbour draws
             every = torch.arange(slots, device=self.state.device)
@@ -55,6 +58,17 @@ class Replay:
     def weights_changed(self) -> None:
         """Read the model's A again; called with every prefill, the first thing that follows an update of weights."""
         self.layers.A(self._A)
+
+    def begin(self) -> None:
+        """A batch begins. Only here, on the stream that steps run on, are slots taken from their former requests: a step that
+        was launched before may still hold them when SGLang assigns them anew."""
+        if not self.assigned:
+            return
+        for one in self.assigned:
+            if one.is_cuda:
+                one.record_stream(torch.cuda.current_stream(one.device))
+        self.state.release(live(torch.cat([one.reshape(-1) for one in self.assigned])))
+        self.assigned.clear()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -117,10 +131,6 @@ class Replay:
     def loaded(self, slots: Tensor) -> None:
         """States of all layers were put into these slots from elsewhere."""
         self.state.load(live(slots), self.state.buffers.state[:, slots.long()])
-
-    def restart(self, slots: Tensor) -> None:
-        """The slots belong to other requests from now on."""
-        self.state.release(live(slots))
 
     def snapshot(self, slots: Tensor, where: Tensor, to: Tensor, dropped: Tensor | None = None) -> None:
         """Write the exact states of slots[i], where where[i], into SGLang's states of slots to[i].

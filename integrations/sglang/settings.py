@@ -49,7 +49,7 @@ class Settings(BaseModel):
         )  # fmt: skip
 
 
-# Server arguments that cannot go with ours -> why. Each is off, None or "null" by default.
+# Server arguments that cannot go with ours -> why. Each is off or None by default.
 REFUSED = {
     "enable_linear_replayssm": "it is SGLang's own ring",
     "enable_linear_replayssm_spec": "it is SGLang's own ring",
@@ -59,12 +59,8 @@ REFUSED = {
     "enable_two_batch_overlap": "two batches would share one plan",
     "enable_torch_compile": "compiled steps would hold one step's plan",
     "enable_pdmux": "two batches would share one plan",
-    "enable_int8_mamba_checkpoint": "its pool is filled past ours",
-    "enable_hierarchical_cache": "its loads put states into slots past our pool",
-    "enable_lmcache": "its loads put states into slots past our pool",
     "enable_mamba_cache_stochastic_rounding": "use --replayssm-checkpoint fp16+sr",
     "enable_multi_layer_eagle": "its drafts keep recurrent states of their own",
-    "disaggregation_mode": "its transfers put states into slots past our pool",
     "speculative_adaptive": "a step's drafts are as many as --speculative-num-draft-tokens",
 }
 DEVICES = (None, "cuda", "cpu")
@@ -113,8 +109,10 @@ def check(server_args: Any) -> Settings:
             )
     for name, why in REFUSED.items():
         value = getattr(server_args, name, None)
-        if value not in (None, False, "null"):
+        if value not in (None, False):
             raise NotImplementedError(f"--{name.replace('_', '-')} {value}: not supported with {NAME}, {why}")
+    if settings.read and server_args.disaggregation_mode == "decode":
+        raise NotImplementedError(f"--{NAME}-read: not supported with --disaggregation-mode decode, which loads no read copy")
     device = getattr(server_args, "device", None)
     if device not in DEVICES or torch.version.hip:
         raise NotImplementedError(f"--device: {NAME} supports CUDA GPUs, got {'hip' if torch.version.hip else device}")

@@ -26,5 +26,5 @@ def alone(function: Callable[..., Any], *args: Any, plugins: str = "none") -> An
 
 
 def _run(plugins: str, function: Callable[..., Any], *args: Any) -> Any:
-    os.environ["SGLANG_PLUGINS"] = plugins
+    os.environ |= {"SGLANG_PLUGINS": plugins, "REPLAYSSM_DEBUG": "1"}
     return function(*args)

@@ -55,15 +55,12 @@ def test_every_byte_is_charged(family, drafts):
 
 
 def retract():
-    """Request 1's state goes to the host and comes back in another slot, which another request left."""
+    """Request 1's state goes to the host and comes back in the slot that request 3 leaves."""
     unit, truth = begun("gdn")
-    pool, old, new = unit.pool.mamba_pool, unit.slots([1]), unit.slots([3])
-    saved = pool.get_cpu_copy(old.long())
+    pool = unit.pool.mamba_pool
+    saved = pool.get_cpu_copy(unit.slots([1]).long())
     step(unit, truth, [2, 3], 2)
-    pool.clear_slots(old.long())
-    pool.load_cpu_copy(saved, new.long())
-    unit.pool.req_index_to_mamba_index_mapping[1] = new[0]
-    unit.pool.req_index_to_mamba_index_mapping[3] = old[0]
+    pool.load_cpu_copy(saved, unit.reassign(3, 1))
     step(unit, truth, [2, 1], 7)
     truth[1].check(1)
     truth[2].check(2)
@@ -74,7 +71,7 @@ def test_retraction_and_resume():
 
 
 def share():
-    """The prefix cache takes request 1's slot; request 3 starts from it, in a slot that decoded before."""
+    """The prefix cache takes request 1's slot; request 4 starts from it, in a slot that decoded before."""
     from types import SimpleNamespace
 
     from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
@@ -86,10 +83,10 @@ def share():
     req = SimpleNamespace(kv=SimpleNamespace(mamba_pool_idx=slot[0]))
     assert component.prepare_for_caching_req(req, SimpleNamespace(), 7, True) == 7
     truth[1].check(1, snapshot=int(slot))
-    unit.pool.copy_mamba_state(slot, unit.slots([3]))
-    truth[3] = truth[1].branch()
-    step(unit, truth, [3, 2], 7)
-    truth[3].check(3)
+    unit.pool.copy_mamba_state(slot, unit.reassign(3, 4))
+    truth[4] = truth[1].branch()
+    step(unit, truth, [4, 2], 7)
+    truth[4].check(4)
     truth[1].check(1, snapshot=int(slot))
 
 
@@ -97,13 +94,30 @@ def test_prefix_cache_entries_are_exact():
     alone(share, plugins="replayssm")
 
 
-def clear():
-    """A slot's next request sees nothing of the one before."""
+def fill():
+    """A state that comes from elsewhere, a prefill server or a host cache, straight into a slot that decoded before."""
+    from tests.integrations.sglang.test_backends import Truth
+
     unit, truth = begun("gdn")
-    slots = unit.slots([2])
-    unit.pool.mamba_pool.clear_slots(slots.long())
-    assert not unit.state.materialize(slots).any()
+    slot, cache = int(unit.reassign(2, 4)), unit.pool.mamba_pool.mamba_cache
+    step(unit, truth, [3, 1], 1)  # a batch before the transfer is complete
+    cache.temporal[:, slot] = cache.temporal[:, 3]
+    cache.conv[0][:, slot] = cache.conv[0][:, 3]
+    truth[4] = Truth(unit, 4)
+    step(unit, truth, [4, 3], 7)
+    truth[4].check(4)
 
 
-def test_cleared_slots_are_empty():
-    alone(clear, plugins="replayssm")
+def test_states_from_elsewhere():
+    alone(fill, plugins="replayssm")
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_a_requests_slot_in_every_version(version):
+    from types import SimpleNamespace
+
+    from replayssm.integrations.sglang import names
+
+    slots = {"mamba_pool_idx": 5}
+    req = SimpleNamespace(kv=None, **slots) if version == "0.5.17" else SimpleNamespace(kv=SimpleNamespace(**slots))
+    assert names.slot_of(req) == 5

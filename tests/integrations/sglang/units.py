@@ -116,7 +116,8 @@ class Unit:
             cache_params=parameters, mamba_layer_ids=list(LAYERS), enable_mamba_extra_buffer=False,
             speculative_num_draft_tokens=drafts or None, speculative_eagle_topk=topk,
         )  # fmt: skip
-        self.pool.req_index_to_mamba_index_mapping[1:5] = torch.tensor([5, 2, 8, 1], dtype=torch.int32)
+        slots = self.pool.mamba_allocator.alloc(8)
+        self.pool.req_index_to_mamba_index_mapping[1:5] = slots[torch.tensor([4, 1, 7, 0])]
         runner = SimpleNamespace(
             server_args=self.args, device="cpu", is_draft_worker=False, req_to_token_pool=self.pool, token_to_kv_pool=None,
             linear_attn_backends=resolve_linear_attn_backends(), model_config=None,
@@ -130,6 +131,16 @@ class Unit:
     def slots(self, rows: list[int]) -> Tensor:
         """SGLang's slots of those requests."""
         return self.pool.req_index_to_mamba_index_mapping[torch.tensor(rows)]
+
+    def reassign(self, old: int, new: int) -> Tensor:
+        """A request ends, and SGLang gives its slot to another one; the slot."""
+        slots = self.slots([old]).long()
+        self.pool.mamba_allocator.free(slots)
+        assigned = self.pool.mamba_allocator.alloc(1)
+        assert assigned.tolist() == slots.tolist()
+        self.pool.req_index_to_mamba_index_mapping[old] = 0
+        self.pool.req_index_to_mamba_index_mapping[new] = slots[0]
+        return slots
 
     def begin(self) -> None:
         """States and convolution windows as after some prefill."""

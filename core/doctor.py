@@ -103,7 +103,10 @@ INTEGRATIONS = (
         "sglang",
         families=("mamba2", "gdn", "kda", "kda_safe"),
         modes=("decode", "speculation (chains, trees)"),
-        limits=("states in fp32, bf16, fp16 and fp16+sr, which its prefill reads, with any read copy", "docs/sglang.md: refusals"),
+        limits=(
+            "states in fp32, bf16, fp16 and fp16+sr, which its prefill reads, with any read copy",
+            "docs/sglang.md: refusals",
+        ),
     ),
     Integration(
         "trtllm",

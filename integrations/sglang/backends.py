@@ -49,6 +49,10 @@ def _replayed(base: type) -> type:
             self._before(forward_batch, metadata.mamba_cache_indices)
             return metadata
 
+        def supports_prefill_graph_extend(self) -> bool:
+            """Whether SGLang may capture prefills; a read copy is written beside them."""
+            return self.replay.layout.read is None and super().supports_prefill_graph_extend()
+
         def refresh_prefill_graph_metadata(self, meta: Any, forward_batch: Any) -> None:
             """Of a prefill in a CUDA graph."""
             super().refresh_prefill_graph_metadata(meta, forward_batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.utils.common import rank0_log
 from torch import Tensor
 
 from ... import Layout
@@ -29,8 +30,6 @@ from .pool import ReplayMambaPool, describe, ring_bytes
 from .replay import Replay
 from .settings import NAME, chosen, settings_of
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
 class Sized:
@@ -38,7 +37,6 @@ class Sized:
 
     layout: Layout | None = None
     layers: Layers | None = None
-    path: tuple[Tensor, Tensor] | None = None  # of the verify step whose commit is under way: accepted, path
 
 
 sized = Sized()
@@ -77,10 +75,11 @@ def _size(original: Callable[..., float], self: Any, total_rest_memory: float) -
     sized.layout = layout = settings_of(self.server_args).layout(
         found.recurrence, found.H, found.G, found.V, found.K, drafts or 1, self.model_dtype, parameters.dtype.temporal
     )
+    if self.server_args.enable_deterministic_inference:
+        sized.layout = layout = dataclasses.replace(layout, stagger=False)
     if parameters.shape.temporal != (layout.H, layout.V, layout.K):
         raise RuntimeError(f"states: expected {[layout.H, layout.V, layout.K]}, got SGLang's {parameters.shape.temporal}")
     windows = sum(rows * columns for rows, columns in parameters.shape.conv) * parameters.dtype.conv.itemsize * (drafts or 0)
-    logger.info("%s", describe(layout, len(found.weights)))
     algorithm, self.spec_algorithm = self.spec_algorithm, SpeculativeAlgorithm.NONE
     try:
         with _charged((ring_bytes(layout) + windows) * len(parameters.layers)):
@@ -107,6 +106,7 @@ def _make_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
         return
     self.mamba_pool_cls = partial(ReplayMambaPool, layout=sized.layout, layers=sized.layers)
     original(self, *args, **kwargs)
+    rank0_log(describe(sized.layout, self.mamba_pool.replay.last + 1))
     self.mamba_allocator.alloc = partial(_assign, self.mamba_allocator.alloc, self.mamba_pool.replay)
 
 
@@ -163,13 +163,11 @@ def _accept(
     **kwargs: Any,
 ) -> None:
     """Which drafts of a tree stay, in order; SGLang hands on the last one alone."""
-    if replay_of(target_worker.model_runner.req_to_token_pool) is not None and accept_index.numel():
+    replay = replay_of(target_worker.model_runner.req_to_token_pool)
+    if replay is not None and accept_index.numel():
         first = torch.arange(accept_lens.shape[0], device=accept_lens.device)[:, None] * draft_token_num
-        sized.path = accept_lens, (accept_index - first).clamp(min=0)
-    try:
-        original(target_worker, batch, accept_lens, accept_index, draft_token_num, *args, **kwargs)
-    finally:
-        sized.path = None
+        replay.accepted = accept_lens, (accept_index - first).clamp(min=0)
+    original(target_worker, batch, accept_lens, accept_index, draft_token_num, *args, **kwargs)
 
 
 def _commit(
@@ -189,7 +187,8 @@ def _commit(
         return
     planned = backend.forward_metadata.mamba_cache_indices
     slots, B = planned[: last.shape[0]], last.shape[0]
-    accepted, path = sized.path or (last + 1, None)
+    accepted, path = replay.accepted or (last + 1, None)
+    replay.accepted = None
     replay.commit(planned.shape[0], accepted, path)
     windows = backend.req_to_token_pool.get_speculative_mamba2_params_all_layers()
     pairs = list(zip(windows.conv, windows.intermediate_conv_window, strict=True))

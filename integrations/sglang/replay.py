@@ -36,6 +36,8 @@ class Replay:
         layer: the layer that runs, counted in the pool's order; SGLang's kernels are not told.
         assigned: slots that SGLang gave to requests or to its prefix cache since the last batch began. Whatever fills them, a
             prefill, a copy, a transfer from another server or from the host, finds or leaves no record in their rings.
+        accepted: how many drafts of the step being committed stay, and their numbers, where SGLang's commit is told more than
+            the last one's number.
     """
 
     def __init__(self, layout: Layout, buffers: Buffers, layers: Layers) -> None:
@@ -50,6 +52,7 @@ class Replay:
         self._verified: dict[int, Plan] = {}
         self.layer = 0
         self.assigned: list[Tensor] = []
+        self.accepted: tuple[Tensor, Tensor] | None = None
         self.weights_changed()
         if layout.format.stochastic:  # what a slot draws shall not be what its neighbour draws
             every = torch.arange(slots, device=self.state.device)

@@ -96,6 +96,60 @@ def test_decode(family):
     alone(decode, family, plugins="replayssm")
 
 
+def track(family):
+    """Snapshots for the prefix cache, of some rows on some steps, in slots of the cache's own."""
+    from tests.integrations.sglang.units import Unit
+
+    unit = Unit(family)
+    unit.begin()
+    rows = [2, 0, 1]
+    truth = {row: Truth(unit, row) for row in rows if row}
+    for step in range(7):
+        inputs, mask = unit.tokens(3), torch.tensor([step == 2, False, step in (3, 6)])
+        unit.decode(rows, inputs, mamba_track_mask=mask, mamba_track_indices=torch.tensor([3, 4, 6]))
+        for n, row in enumerate(rows):
+            if row:
+                truth[row].token(inputs, n)
+            if mask[n]:
+                truth[row].check(row, snapshot=[3, 4, 6][n])
+                truth[row].check(row)
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_snapshots_of_decode_steps(family):
+    alone(track, family, plugins="replayssm")
+
+
+def graph():
+    """What a CUDA graph would be captured from, then the steps that it would be replayed with."""
+    from tests.integrations.sglang.units import Unit
+
+    unit = Unit("gdn")
+    unit.begin()
+    unit.backend.init_cuda_graph_state(4, 4)
+    before = [x.clone() for x in (*unit.state.buffers, *unit.state.cursors) if x is not None]
+    unit.decode([0, 0, 0, 0], unit.tokens(4), graph=True)
+    after = [x for x in (*unit.state.buffers, *unit.state.cursors) if x is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    truth = {row: Truth(unit, row) for row in (1, 2, 3)}
+    addresses = set()
+    for step in range(8):
+        rows = [[2, 3, 1, 0], [1, 2, 0, 0]][step % 2]
+        inputs = unit.tokens(4)
+        outputs = unit.decode(rows, inputs, graph=True)
+        addresses.add(unit.backend.forward_metadata.mamba_cache_indices.data_ptr())
+        for n, row in enumerate(one for one in rows if one):
+            for got, expected in zip(outputs, truth[row].token(inputs, n), strict=True):
+                close(got[n], expected)
+    assert len(addresses) == 1  # what the graph's plan reads
+    for row, one in truth.items():
+        one.check(row)
+
+
+def test_graph_metadata():
+    alone(graph, plugins="replayssm")
+
+
 # Per shape of drafts: each one's parent, first child and next sibling; paths that may be accepted.
 CHAIN = ([-1, 0, 1, 2], None, [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]])
 TREE = ([-1, 0, 0, 1], ([1, 3, -1, -1], [-1, 2, -1, -1]), [[0], [0, 2], [0, 1, 3], [0, 1]])

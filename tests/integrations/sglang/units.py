@@ -168,10 +168,17 @@ class Unit:
             setattr(batch, name, value)
         return batch
 
-    def decode(self, rows: list[int], inputs: list[tuple[Tensor, Tensor, Tensor]], **more: Any) -> list[Tensor]:
-        """Per layer [B, H, V]."""
+    def decode(
+        self, rows: list[int], inputs: list[tuple[Tensor, Tensor, Tensor]], graph: bool = False, **more: Any
+    ) -> list[Tensor]:
+        """Per layer [B, H, V]; graph: with the metadata that a CUDA graph reads, its padding rows last."""
         batch = self.batch(ForwardMode.DECODE, rows, len(rows), **more)
-        self.backend.init_forward_metadata(batch)
+        if graph:
+            batch.num_padding = rows.count(0)
+            batch.seq_lens_cpu = batch.seq_lens
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=not any(rows))
+        else:
+            self.backend.init_forward_metadata(batch)
         return [
             self.backend.forward_decode(layer, batch, *(x.clone() for x in one))[0]
             for layer, one in zip(self.layers, inputs, strict=True)

@@ -20,4 +20,4 @@ def activate() -> None:
         targets = hooks.register()
     except Exception as error:  # whatever it is, it is what the user must read
         failure = error
-    arguments.apply(failure, targets)
+    arguments.register(failure, targets)

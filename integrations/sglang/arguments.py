@@ -23,27 +23,17 @@ HELP = {
 }
 
 
-def apply(failure: Exception | None, targets: list[str]) -> None:
-    """Register the options and the check, put all hooks in place, and offer the choices.
+def register(failure: Exception | None, targets: list[str]) -> None:
+    """Register the options and the check with SGLang's hooks, which it puts in place itself, and offer the choices.
 
     Args:
         failure: why ReplaySSM cannot run here; a server that chose it is then refused with that.
-        targets: what else was hooked; one that SGLang could not hook is a failure, too.
-
-    Raises:
-        RuntimeError: the options and the check themselves have no place in this SGLang; then it knows no choice of ours.
+        targets: what else was hooked; one that SGLang then could not hook is a failure, too.
     """
-    failures = [] if failure is None else [failure]
-    own = [f"{names.SERVER_ARGS}.add_cli_args", f"{names.SERVER_ARGS}.from_cli_args", *names.present(*names.RESOLUTION)[:1]]
-    HookRegistry.register(own[0], _add_options, HookType.AFTER)
-    HookRegistry.register(own[1], _parse_options, HookType.AROUND)
-    HookRegistry.register(own[2], partial(_resolve, failures), HookType.AROUND)
-    HookRegistry.apply_hooks()  # logs errors
-    missing = [target for target in (*own, *targets) if target not in HookRegistry._patched]
-    if missing:
-        failures.append(RuntimeError(f"SGLang could not hook {', '.join(missing)}; its log says why"))
-    if set(missing) & set(own):
-        raise failures[-1]
+    resolution = names.present(*names.RESOLUTION)[0]
+    HookRegistry.register(f"{names.SERVER_ARGS}.add_cli_args", _add_options, HookType.AFTER)
+    HookRegistry.register(f"{names.SERVER_ARGS}.from_cli_args", _parse_options, HookType.AROUND)
+    HookRegistry.register(resolution, partial(_resolve, failure, targets), HookType.AROUND)
     _offer_choices()
 
 
@@ -74,12 +64,15 @@ def _parse_options(original: Callable[..., Any], cls: type, args: argparse.Names
     return original(cls, args)
 
 
-def _resolve(failures: list[Exception], original: Callable[[Any], None], server_args: Any) -> None:
+def _resolve(failure: Exception | None, targets: list[str], original: Callable[[Any], None], server_args: Any) -> None:
     """In the midst of SGLang's resolution of the server arguments: the one place where start-up is refused."""
     check_place(server_args)
     if any(chosen(server_args)):
-        if failures:
-            raise RuntimeError(f"{NAME} cannot run here: {failures[0]}") from failures[0]
+        missing = [target for target in targets if target not in HookRegistry._patched]
+        if missing and failure is None:
+            failure = RuntimeError(f"SGLang could not hook {', '.join(missing)}; its log says why")
+        if failure is not None:
+            raise RuntimeError(f"{NAME} cannot run here: {failure}") from failure
         _decide(server_args, check(server_args))
     original(server_args)
 

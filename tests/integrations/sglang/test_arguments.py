@@ -64,6 +64,15 @@ def unsupported(folder, *options):
     return resolved(folder, *options)
 
 
+def unhooked(folder, *options):
+    """As where a method that we hook has another name."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    HybridReqToTokenPool._make_pool = HybridReqToTokenPool._init_mamba_pool
+    del HybridReqToTokenPool._init_mamba_pool
+    return resolved(folder, *options)
+
+
 def test_options_reach_other_processes(model):
     options = (*OURS, "--replayssm-window", "12", "--replayssm-checkpoint", "bf16", "--replayssm-u", "fp32")
     chosen, settings, dtype = alone(resolved, model, *options, plugins="replayssm")
@@ -132,6 +141,12 @@ def test_refusals(model):
 def test_a_failed_plugin_stops_the_server_that_chose_it(model):
     with pytest.raises(RuntimeError, match="replayssm cannot run here: sglang: supported are .*0.5.22.*, got 0.5.23"):
         alone(unsupported, model, *OURS, plugins="replayssm")
+
+
+def test_what_sglang_could_not_hook_stops_the_server_that_chose_it(model):
+    with pytest.raises(RuntimeError, match="cannot run here: SGLang could not hook .*HybridReqToTokenPool._init_mamba_pool;"):
+        alone(unhooked, model, *OURS, plugins="replayssm")
+    assert alone(unhooked, model, plugins="replayssm")[0] == (False, False)
 
 
 def test_without_the_plugin_the_choice_is_unknown(model):

@@ -46,6 +46,10 @@ class Contestant:
     def settle(self, i: int, g: int) -> None:
         """What other code than these kernels does to keep the accepted tokens; done in checks, not charged in timings."""
 
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        """After that many steps: the first layer's states [groups B, H, V, K], and how many kept tokens of each they lack."""
+        return self.state[0], 0  # type: ignore[attr-defined]  # peers keep [layers, groups B, H, V, K] under this name
+
     @classmethod
     def states(cls, T: int) -> int:
         """States that it holds of each request and layer when T tokens are verified."""

@@ -105,7 +105,7 @@ _STUBS = {
         import torch
 
         def get_device_name_as_file_name():
-            return torch.cuda.get_device_name().replace(" ", "_")
+            return torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
         """,
     "vllm/v1/attention/backends/utils.py": "NULL_BLOCK_ID = 0\n",
     "sglang/srt/utils/__init__.py": """

@@ -83,6 +83,12 @@ class Work:
         stays = rand(steps, groups, B, T - 1) < ACCEPTANCE
         self.accepted = 1 + stays.cumprod(-1).sum(-1, dtype=torch.int32)
 
+    @property
+    def safe_gate(self) -> dict[str, float]:
+        """The safe decay's lowest g under the name that all peers give it; nothing for other decays."""
+        row = self.layout.recurrence
+        return {"lower_bound": row.lower_bound} if row.decay == "safe" else {}
+
     def states_of(self, layer: int) -> Tensor:
         """One layer's starting states [groups B, H, V, K] in fp32, values that the checkpoint's format holds."""
         layout, one = self.layout, replace(self.layout.format, stochastic=False)

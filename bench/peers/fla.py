@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..contest import Contestant
@@ -28,7 +29,7 @@ class GDN(Contestant):
             "A_log": work.w["A"].neg().log(),
             "dt_bias": work.w["dt_bias"],
             "scale": work.layout.recurrence.q_scale(work.layout.K),
-        }
+        } | work.safe_gate
 
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The family's function."""
@@ -48,6 +49,9 @@ class GDN(Contestant):
             **self.x[e],
         )
         return o[:, 0]
+
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        return torch.cat([self.state[0, g] for g in range(self.work.groups)]), 0
 
 
 class KDA(GDN):

@@ -117,6 +117,12 @@ class Checkpointing(Update):
         )
         return self.out.flatten(0, 1)
 
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        """A flush folds what came before its step: the tokens that it lacks are its ring's."""
+        before = self.cursors[steps - 1]["prev_num_accepted_tokens"]
+        flush = before + self.work.T > WINDOW
+        return self.state[0], torch.where(flush, 0, before) + self.work.accepted[steps - 1].flatten()
+
 
 class TwoKernelCheckpointing(Checkpointing):
     """checkpointing_ssu with the products of keys and queries prepared by a first kernel."""

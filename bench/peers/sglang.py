@@ -31,7 +31,7 @@ class PackedDecode(Contestant):
             "dt_bias": work.w["dt_bias"],
             "scale": work.layout.recurrence.q_scale(work.layout.K),
             "use_qk_l2norm_in_kernel": True,
-        }
+        } | work.safe_gate
         self.x = [self.inputs(work.entry(e)) for e in range(work.entries)]
         if self.kda:
             self.flatten_gates()
@@ -97,6 +97,9 @@ class Replay(PackedDecode):
         )
         return self.out[:, 0]
 
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        return self.state[0], (self.work.phases.flatten() + steps) % self.layout.W
+
 
 class Verify(Contestant):
     """fused_sigmoid_gating_delta_rule_update as target verify: a state per token beside the pool; copying one back is not
@@ -121,7 +124,7 @@ class Verify(Contestant):
             "use_qk_l2norm_in_kernel": True,
             "is_kda": self.kda,
             "disable_state_update": True,
-        }
+        } | work.safe_gate
         self.x = [self.inputs(work.entry(e)) for e in range(work.entries)]
         self.caches = self.allocate_caches()
 
@@ -254,3 +257,6 @@ class GDNReplayVerify(Verify):
 
     def settle(self, i: int, g: int) -> None:
         pass
+
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        return self.state[0], self.cursors["write_pos"]

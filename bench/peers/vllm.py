@@ -92,6 +92,9 @@ class Replay(Update):
         )
         return self.out
 
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        return self.state[0], (self.work.phases.flatten() + steps) % self.layout.W
+
 
 class Verify(Update):
     """selective_state_update over drafts: it writes a state per token, and the next step starts from the last accepted."""
@@ -121,3 +124,7 @@ class Verify(Update):
     def step(self, layer: int, g: int, e: int, i: int) -> Tensor:
         self.ops.selective_state_update(self.state[layer], **self.tokens[i][g], **self.x[e])
         return self.out
+
+    def held(self, steps: int) -> tuple[Tensor, Tensor | int]:
+        states = self.state[0].unflatten(0, (-1, self.work.T))
+        return states[torch.arange(len(states)), self.work.accepted[steps - 1].flatten().long() - 1], 0

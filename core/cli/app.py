@@ -15,6 +15,7 @@ from . import bench, figures, report
 from .config import config
 from .doctor import doctor
 from .drift import drift
+from .parity import parity
 from .plan import plan
 from .refuse import PRESETS, refuse, with_transformers
 from .soak import soak
@@ -32,6 +33,7 @@ app.command()(config)
 app.command()(doctor)
 app.command()(drift)
 app.command()(soak)
+app.command()(parity)
 
 
 @app.command()

@@ -20,7 +20,7 @@ def report(
     """Draw every figure that the results allow and rewrite the tables between the markers of benchmarks.md.
 
     Where the folder has no benchmarks.md, one of figures and tables alone is written; the table of a README.md beside the
-    folder is rewritten as well. What is not measured is listed.
+    folder is rewritten as well, and parity.md from the parity*.json of every machine. What is not measured is listed.
 
     Example: replayssm report --results bench/results/h200 --out docs
 
@@ -32,13 +32,15 @@ def report(
         if failed.name != "matplotlib":
             raise
         refuse("matplotlib is not installed; pip install 'replayssm[cli]'")
+    from replayssm.bench import matrix
     from replayssm.bench.report import PAGE, README, bare, drawable, fill, missing, summarise
     from replayssm.bench.results import COMMITTED, load
 
-    page, written = out / PAGE, []
+    page, parity, written = out / PAGE, out / matrix.PAGE, []
     try:
-        found = load(results or COMMITTED)
+        found, machines = load(results or COMMITTED), matrix.load((results or COMMITTED).parent)
         text = fill(page.read_text() if page.is_file() else bare(), found)
+        matrices = matrix.fill(parity.read_text() if parity.is_file() else matrix.BARE, machines)
     except ValueError as error:
         refuse(error)
     for name, rows in drawable(found).items():
@@ -48,6 +50,9 @@ def report(
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
     written.append(page)
+    if machines:
+        parity.write_text(matrices)
+        written.append(parity)
     readme = out.resolve().parent / README
     if readme.is_file() and (text := summarise(readme.read_text(), found)) != readme.read_text():
         readme.write_text(text)

@@ -66,7 +66,7 @@ class Implementation:
 
 
 class Ours(Implementation):
-    """ReplayState by its public calls. Subclasses choose layout, backend, buffers and slots, or override ``launch``."""
+    """ReplayState by its public calls. Subclasses choose layout, backend, buffers and slots, or make other calls."""
 
     backend: str | None = "torch"
 
@@ -75,17 +75,20 @@ class Ours(Implementation):
         self.layout, self.device = self.arrange(problem.layout), problem.device
         self.free = self.slots(problem.scenario.requests + 1)
         self.at: dict[int, int] = {}
-        A = problem.weights["A"]
         derived = self.layout.recurrence.decay == "derived"
-        slots = max(self.free) + 1
-        self.state = ReplayState(
-            self.layout, problem.layers, slots, self.device, self.backend, A=A if derived else None,
-            buffers=self.buffers(problem.layers, slots), max_rows=slots + 8, debug=True,
-        )  # fmt: skip
+        self.state = self.build(max(self.free) + 1, problem.weights["A"] if derived else None)
         self.weights = [
             {name: None if x is None or (name == "A" and derived) else x[layer] for name, x in problem.weights.items()}
             for layer in range(problem.layers)
         ]
+
+    def build(self, slots: int, A: Tensor | None) -> ReplayState:
+        """The state of so many slots."""
+        layers = self.problem.layers
+        return ReplayState(
+            self.layout, layers, slots, self.device, self.backend, A=A, buffers=self.buffers(layers, slots),
+            max_rows=slots + 8, debug=True,
+        )  # fmt: skip
 
     def arrange(self, layout: Layout) -> Layout:
         """This implementation's own layout of the problem's layer."""

@@ -3,9 +3,10 @@
 from .implementation import Entry, Implementation, Ours, implementations
 from .matrix import cells, row, rows, within
 from .problem import Problem
-from .scenarios import SCENARIOS, scenario
+from .scenarios import PADDING, SCENARIOS, scenario
 
 __all__ = [
+    "PADDING",
     "SCENARIOS",
     "Entry",
     "Implementation",

@@ -178,6 +178,9 @@ class Entry:
     make: Callable[[Problem], Implementation]
     native: bool = False
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def imported(path: str) -> Callable[[Problem], Implementation]:
     """The class "module:name", imported when it is needed."""

@@ -146,6 +146,16 @@ def _batching(script: Script, W: int) -> Scenario:
     return script.ends("batching", "rows come, go and change places; any number of tokens, none included; padding", 3)
 
 
+def _padding(script: Script, W: int) -> Scenario:
+    draw = script.random
+    script.events.append(Admit((0, 1, 2)))
+    for _ in range(2 * W):
+        rows = [*draw.sample([0, 1, 2], draw.randint(1, 3)), *[PADDING] * draw.randint(0, 2)]
+        draw.shuffle(rows)
+        script.step(rows)
+    return script.ends("padding", "rows come, go and change places, with padding between them; as many tokens in each", 3)
+
+
 def _snapshot(script: Script, W: int) -> Scenario:
     script.events.append(Admit((0, 1)))
     child = 2
@@ -182,6 +192,7 @@ _WRITERS: dict[str, tuple[Callable[[Script, int], Scenario], int]] = {
     "decode": (_decode, 1),
     "verify": (_verify, 4),
     "rejection": (_rejection, 4),
+    "padding": (_padding, 2),
     "batching": (_batching, 3),
     "snapshot": (_snapshot, 3),
     "preemption": (_preemption, 2),

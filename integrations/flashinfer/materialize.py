@@ -117,7 +117,7 @@ def _tables_kernel(
         keys, factor, mix, out, E = response(pool, A, d, layer, src, i_h, first, n, EXACT, PRECISION)
         v_j = load_ring(pool.v, d, layer, src, i_h, first, n, o_v)
         s = load_state(pool, d, layer, src, i_h, o_v)
-        s = folded(s, keys, factor, mix, out, E, v_j, d, EXACT, PRECISION)
+        s = folded(s, n, keys, factor, mix, out, E, v_j, d, EXACT, PRECISION)
         if seed is not None:
             key = tl.load(seed)
             rng = dst.to(tl.int32), key.to(tl.int32), (key >> 32).to(tl.int32)

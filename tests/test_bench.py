@@ -97,6 +97,21 @@ def test_our_own_error_ends_the_run(on_cpu, monkeypatch):
         list(decode.rows(["tiny-gdn"], [2], ["fp32"], 4, 1e12, False, 1, {}))
 
 
+@pytest.mark.parametrize("T", [1, 2])
+def test_what_is_timed_advances_and_flushes(on_cpu, monkeypatch, T):
+    """A timing's steps append and fold as a decode does: every request flushes, one token a step once in a whole cycle."""
+    layout, flushes = TINY["tiny-gdn"].layout(W=4, T_max=T), []
+
+    class Watched(Ours):
+        def end(self, i, g):
+            flushes.append(self.plan.rows[:, 4].clone())
+            super().end(i, g)
+
+    contest.timed(Watched, work.Work(layout, 1, 8, T, steps=layout.W), replays=1)
+    folds = torch.stack(flushes[-layout.W :]).sum(0)
+    assert bool((folds == 1).all()) if T == 1 else bool((folds >= 1).all()), folds
+
+
 def test_cursors_that_peers_take_ready_made():
     """They move as ours do on the device, over the same accepted tokens."""
     layout = Layout(GDN, 1, 1, 16, 16, W=4, T_max=2)

@@ -180,20 +180,23 @@ def test_convolution_rolls_back(T):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("case", FAMILY.values(), ids=str)
-def test_graph_replay(case):
-    """One captured verify step replayed with changing slots, counts, tokens and acceptance equals eager steps bit for bit."""
+def test_graph_replay(case, trees):
+    """One captured verify step replayed with changing slots, counts, tokens, trees and acceptance equals eager steps bit for
+    bit."""
     eager, graphed = (Speculation(case, "triton", [0, 1, 2], W=8, T=4) for _ in range(2))
     graphed.state = ReplayState(
         eager.layout, 1, 4, DEVICE, "triton", A=eager.state.A, buffers=graphed.state.buffers, max_rows=8, debug=False
     )
     slots, t, accepted = graphed.tensor([-1, -1]), graphed.tensor([0, 0]), graphed.tensor([0, 0])
+    parents, path = (graphed.tensor([[-1] * 4] * 2) if trees else None for _ in range(2))
     x = {name: one.to(DEVICE) for name, one in inputs(eager.layout, 8, eager.generator).items()}
 
     def step() -> Tensor:
-        plan = graphed.state.plan(slots, t=t)
+        plan = graphed.state.plan(slots, t=t, parents=parents)
         o = graphed.state.step(0, plan, **x, **graphed.weights)
-        graphed.state.commit(plan, accepted)
+        graphed.state.commit(plan, accepted, path)
         return o
 
     step()
@@ -205,11 +208,16 @@ def test_graph_replay(case):
     for _ in range(30):
         rows = choice.sample([0, 1, 2, -1], 2)
         n = [choice.randint(0, 4) if slot >= 0 else 0 for slot in rows]
-        keep = [choice.randint(0, m) for m in n]
+        above = [[choice.randint(-1, i - 1) for i in range(m)] for m in n]
+        paths = [longest(one) for one in above]
+        keep = [choice.randint(0, len(one) if trees else m) for m, one in zip(n, paths, strict=True)]
         new = eager.draw(2, n)
-        expected = eager.step(rows, n, keep, x=new)
+        expected = eager.step(rows, n, keep, x=new, **({"parents": above, "paths": paths} if trees else {}))
         for target, values in ((slots, rows), (t, n), (accepted, keep)):
             target.copy_(eager.tensor(values))
+        if trees:
+            parents.copy_(eager.table(above, 99))
+            path.copy_(eager.table(paths, -1))
         for name, one in new.items():
             x[name].copy_(one)
         graph.replay()
@@ -218,6 +226,14 @@ def test_graph_replay(case):
         (*eager.state.buffers, *eager.state.cursors), (*graphed.state.buffers, *graphed.state.cursors), strict=True
     ):
         assert one is None or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def longest(parents: list[int]) -> list[int]:
+    """The longest path of a tree, from its root down."""
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
+    return max(paths, key=len, default=[])
 
 
 def test_more_than_thirty_two_tokens_are_refused():

@@ -47,8 +47,8 @@ def pieces(text: str, batch: int) -> list[str]:
     return [text[: max(1, len(text) * (batch - row) // batch)] for row in range(batch)]
 
 
-def build(name: str) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
-    """Returns one preset's model (fp32, CPU, eval) and tokenizer.
+def build(name: str, **sizes: Any) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
+    """Returns one preset's model (fp32, CPU, eval) and tokenizer; ``sizes`` stand in place of its configuration's entries.
 
     Raises: ValueError for a name that is not in PRESETS.
     """
@@ -57,7 +57,7 @@ def build(name: str) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
     preset = PRESETS[name]
     kind = getattr(hf, preset.model)
     tokens = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": EOS}
-    model = kind(kind.config_class(**preset.config, **tokens)).eval()
+    model = kind(kind.config_class(**preset.config | sizes, **tokens)).eval()
     _draw(model, preset.seed)
     text = tokenizer()
     printable = {token for char, token in text.get_vocab().items() if char.isascii() or char in "ĠĊ"} - {PAD, EOS}

@@ -20,7 +20,6 @@ def alone(function: Callable[..., Any], *args: Any, plugins: str = "none") -> An
     context.set_forkserver_preload(["tests.integrations.sglang.cpu"])
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # a fork server has no other search path of ours
-        environment.setenv("TORCHDYNAMO_DISABLE", "1")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             return pool.submit(_run, plugins, function, *args).result()
 

@@ -1,0 +1,76 @@
+"""Small models with random weights as folders that SGLang loads: configurations and names as published checkpoints have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from replayssm.integrations.transformers import presets
+
+Config = dict[str, Any]
+# transformers' names of layer kinds -> the letters of Nemotron-H's published pattern.
+_LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+
+def write(preset: str, folder: Path, **sizes: Any) -> Path:
+    """Writes a preset's model, fp32, with ``sizes`` in place of those entries of its configuration; returns the folder.
+
+    Raises: ValueError for a preset that is of none of SGLang's architectures.
+    """
+    model, tokenizer = presets.build(preset, **sizes)
+    published = _PUBLISHED.get(model.config.model_type)
+    if published is None:
+        raise ValueError(f"preset: expected a model of {', '.join(_PUBLISHED)}, got {preset!r} of {model.config.model_type}")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(published(json.loads(config.read_text())), indent=1))
+    weights = folder / "model.safetensors"
+    save_file({_dense(name): tensor for name, tensor in load_file(weights).items()}, weights)
+    return folder
+
+
+def _dense(name: str) -> str:
+    """Kimi-Linear's checkpoints have experts under ``block_sparse_moe`` and dense layers under ``mlp``; transformers saves one."""
+    before, found, after = name.partition("block_sparse_moe.")
+    return f"{before}mlp.{after}" if found and after.startswith(("down_proj.", "gate_proj.", "up_proj.")) else name
+
+
+def _qwen3_next(config: Config) -> Config:
+    return config | {"full_attention_interval": config["layer_types"].index("full_attention") + 1}
+
+
+def _nemotron_h(config: Config) -> Config:
+    pattern = "".join(_LETTERS[kind] for kind in config.pop("layers_block_type"))
+    del config["mtp_layers_block_type"]
+    limit = [0.0, 1e9]  # JSON has no infinity
+    return config | {"hybrid_override_pattern": pattern, "mamba_n_groups": config["n_groups"], "time_step_limit": limit}
+
+
+def _kimi_linear(config: Config) -> Config:
+    kinds, experts = config.pop("layer_types"), config.pop("mlp_layer_types")
+    places = {kind: [i + 1 for i, each in enumerate(kinds) if each == kind] for kind in set(kinds)}
+    return config | {
+        "linear_attn_config": {
+            "kda_layers": places["linear_attention"],
+            "full_attn_layers": places["full_attention"],
+            "num_heads": config["linear_num_heads"],
+            "head_dim": config["linear_head_dim"],
+            "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+        },
+        "first_k_dense_replace": experts.index("sparse") if "sparse" in experts else len(experts),
+        "mla_use_nope": True,
+        "max_position_embeddings": 4096,
+    }
+
+
+_PUBLISHED: dict[str, Callable[[Config], Config]] = {
+    "qwen3_5_text": _qwen3_next,
+    "qwen3_next": _qwen3_next,
+    "nemotron_h": _nemotron_h,
+    "kimi_linear": _kimi_linear,
+}

@@ -1,0 +1,193 @@
+"""SGLang's own package, whole, on a machine without a GPU: its kernels run in Triton's interpreter.
+
+Importing this module prepares the process, so it comes before any other import of SGLang, in a process of its own:
+what it changes is global. Nothing is computed by stand-ins; test_stock compares with transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import sys
+import types
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's experts would be compiled by C++, longer than they run
+os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as the models
+
+import torch
+import triton
+import triton.language as tl
+from transformers.utils import import_utils
+from triton.language.extra import libdevice
+from triton.runtime import autotuner, interpreter
+
+
+class _Nothing(types.ModuleType):
+    """A package that SGLang imports from and, here, never uses: every name is an empty class."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def _exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def _log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def _log2(x):
+    return tl.log2(x)
+
+
+def _absent_packages() -> None:
+    """torchvision's wheel is built for CUDA, and vLLM's rotary embedding is for no platform of ours."""
+    import_utils.is_torchvision_available()  # cached: transformers takes it for absent
+    for name in ("torchvision", "vllm"):
+        for part in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional", ".io", ".ops",
+                     "._custom_ops"):  # fmt: skip
+            module = sys.modules[name + part] = _Nothing(name + part)
+            if part:
+                parent, _, child = module.__name__.rpartition(".")
+                setattr(sys.modules[parent], child, module)
+
+
+def _interpreter() -> None:
+    """What Triton's interpreter lacks: a device to tune on, bf16 products, and ``tl.exp`` under a name of the caller's own."""
+    made = autotuner.Autotuner.__init__
+
+    def first_configuration(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.configs = self.configs[:1]
+
+    autotuner.Autotuner.__init__ = first_configuration
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *args):
+        """Its numpy has no bf16: the operands' bits would be multiplied as integers."""
+        return multiply(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *args)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    torch.cpu.device = lambda *_: contextlib.nullcontext()
+    torch.Tensor.pin_memory = lambda tensor: tensor
+    from sglang.kernels.ops.attention.fla import layernorm_gated, op
+
+    layernorm_gated._get_sm_count = lambda _: 1
+    op.exp, op.exp2, op.log, op.log2 = _exp, _exp2, _log, _log2
+    libdevice.exp = _exp
+
+
+def _platform() -> None:
+    """Choices that SGLang makes by platform: its Triton convolution, absorbed latent attention, GDN prefill in fp32,
+    snapshots for prefix caching."""
+    from sglang.kernels.ops.attention.fla import chunk
+    from sglang.kernels.ops.mamba import causal_conv1d_triton
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.layers.attention.mamba import mamba
+    from sglang.srt.models.deepseek_common import attention_backend_handler as latent
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        setattr(mamba, name, getattr(causal_conv1d_triton, name))
+        setattr(mamba, f"{name}_triton", getattr(causal_conv1d_triton, name))
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+    latent.AttentionBackendRegistry.register("torch_native", lambda *_: latent.AttnForwardMethod.MLA)
+
+    def gdn_prefill(q, k, v, g, beta, initial_state, initial_state_indices, cu_seqlens, inplace_update=True, **_):
+        """Its own function refuses fp32; its kernels do not."""
+        scale = k.shape[-1] ** -0.5
+        where = (scale, initial_state, initial_state_indices, cu_seqlens)
+        o, h = chunk.ChunkGatedDeltaRuleFunction.apply(q, k, v, g, beta, *where, True, inplace_update)
+        return o, None, h
+
+    gdn_triton.chunk_gated_delta_rule = gdn_prefill
+
+
+_absent_packages()
+_interpreter()
+_platform()
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, prepare_server_args
+
+from .serving import Answer, Request
+
+OPTIONS = (
+    "--device cpu --dtype float32 --skip-tokenizer-init --grammar-backend none --attention-backend torch_native "
+    "--sampling-backend pytorch --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled "
+    "--max-total-tokens 512 --mem-fraction-static 0.3"
+).split()
+
+
+class _Frontend:
+    """In place of the tokenizer's and the detokenizer's processes: hands requests over and keeps what comes back."""
+
+    def __init__(self, scheduler: Scheduler, requests: Sequence[Request]):
+        self.scheduler, self.requests = scheduler, requests
+        self.answers = [Answer() for _ in requests]
+        self.iteration, self.unfinished = -1, len(requests)
+
+    def recv_requests(self, local_reqs: Any = None) -> list[TokenizedGenerateReqInput]:
+        self.iteration += 1
+        for running in self.scheduler.running_batch.reqs:
+            if running.kv.holds_mamba:
+                self.answers[int(running.rid)].slots.add(int(running.kv.mamba_pool_idx))
+        self.scheduler.gracefully_exit = not self.unfinished
+        return [_tokenized(str(i), r) for i, r in enumerate(self.requests) if r.at == self.iteration]
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        for i, rid in enumerate(output.rids):
+            answer = self.answers[int(rid)]
+            answer.tokens += output.output_ids[i]
+            answer.likeliest += output.output_top_logprobs_val[i]
+            answer.cached, answer.retracted = output.cached_tokens[i], output.retraction_counts[i]
+            self.unfinished -= output.finished_reasons[i] is not None
+
+
+def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:
+    sampling = SamplingParams(max_new_tokens=request.tokens, temperature=0, ignore_eos=True)
+    sampling.normalize(None)
+    absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+    return TokenizedGenerateReqInput(
+        rid=rid, input_ids=array("q", request.prompt), sampling_params=sampling, return_logprob=True, logprob_start_len=-1,
+        top_logprobs_num=8, stream=False, **absent,
+    )  # fmt: skip
+
+
+def serve(folder: Path, requests: Sequence[Request], options: Sequence[str]) -> list[Answer]:
+    """Runs SGLang's scheduler and model runner in this process until all requests are answered; once a process."""
+    load_plugins()
+    arguments = prepare_server_args(["--model-path", str(folder), *OPTIONS, *options])
+    ports = PortArgs.init_new(arguments)
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    scheduler = Scheduler(arguments, ports)
+    frontend = _Frontend(scheduler, requests)
+    scheduler.request_receiver = frontend
+    scheduler.output_streamer.send_to_detokenizer = frontend
+    scheduler.run_event_loop()
+    return frontend.answers

@@ -16,7 +16,7 @@ from replayssm.bench.sglang import folders
 SIZES = {
     "qwen3-next": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
     "nemotron-h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],

@@ -20,7 +20,6 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's experts would be compiled by
 os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as the models
 
 import torch
-import triton
 import triton.language as tl
 from transformers.utils import import_utils
 from triton.language.extra import libdevice
@@ -39,26 +38,6 @@ class _Nothing(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-
-
-@triton.jit
-def _exp(x):
-    return tl.exp(x)
-
-
-@triton.jit
-def _exp2(x):
-    return tl.exp2(x)
-
-
-@triton.jit
-def _log(x):
-    return tl.log(x)
-
-
-@triton.jit
-def _log2(x):
-    return tl.log2(x)
 
 
 def _absent_packages() -> None:
@@ -89,13 +68,15 @@ def _interpreter() -> None:
         return multiply(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *args)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)  # a third of the time
     torch.cpu.device = lambda *_: contextlib.nullcontext()
     torch.Tensor.pin_memory = lambda tensor: tensor
     from sglang.kernels.ops.attention.fla import layernorm_gated, op
 
     layernorm_gated._get_sm_count = lambda _: 1
-    op.exp, op.exp2, op.log, op.log2 = _exp, _exp2, _log, _log2
-    libdevice.exp = _exp
+    for name in ("exp", "exp2", "log", "log2"):
+        setattr(op, name, lambda x, name=name: getattr(tl, name)(x))
+    libdevice.exp = op.exp
 
 
 def _platform() -> None:

@@ -18,5 +18,5 @@ gpu:
 gpu-bench:
 	ci/gpu-bench
 
-.venv/stamp: pyproject.toml setup.py ci/constraints.txt ci/engines.txt ci/environment
+.venv/stamp: pyproject.toml setup.py ci/constraints.txt ci/engines.txt ci/sglang.txt ci/environment
 	ci/environment

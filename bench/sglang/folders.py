@@ -19,6 +19,8 @@ _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "
 def write(preset: str, folder: Path, **sizes: Any) -> Path:
     """Writes a preset's model, fp32, with ``sizes`` in place of those entries of its configuration; returns the folder.
 
+    No token ends a text: a request has as many as it asks for, and SGLang, which cannot know, admits more than fit.
+
     Raises: ValueError for a preset that is of none of SGLang's architectures.
     """
     model, tokenizer = presets.build(preset, **sizes)
@@ -28,7 +30,7 @@ def write(preset: str, folder: Path, **sizes: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = folder / "config.json"
-    config.write_text(json.dumps(published(json.loads(config.read_text())), indent=1))
+    config.write_text(json.dumps(published(json.loads(config.read_text())) | {"eos_token_id": None}, indent=1))
     weights = folder / "model.safetensors"
     save_file({_dense(name): tensor for name, tensor in load_file(weights).items()}, weights)
     return folder

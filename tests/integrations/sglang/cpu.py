@@ -131,13 +131,17 @@ class _Frontend:
     def __init__(self, scheduler: Scheduler, requests: Sequence[Request]):
         self.scheduler, self.requests = scheduler, requests
         self.answers = [Answer() for _ in requests]
+        self.replay = getattr(scheduler.req_to_token_pool.mamba_pool, "replay", None)
         self.iteration, self.unfinished = -1, len(requests)
 
     def recv_requests(self, local_reqs: Any = None) -> list[TokenizedGenerateReqInput]:
         self.iteration += 1
         for running in self.scheduler.running_batch.reqs:
             if running.kv.holds_mamba:
-                self.answers[int(running.rid)].slots.add(int(running.kv.mamba_pool_idx))
+                answer, slot = self.answers[int(running.rid)], int(running.kv.mamba_pool_idx)
+                answer.slots.add(slot)
+                if self.replay is not None:
+                    answer.folds = max(answer.folds, int(self.replay.state.cursors.flushes[slot]))
         self.scheduler.gracefully_exit = not self.unfinished
         return [_tokenized(str(i), r) for i, r in enumerate(self.requests) if r.at == self.iteration]
 
@@ -151,7 +155,7 @@ class _Frontend:
 
 
 def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:
-    sampling = SamplingParams(max_new_tokens=request.tokens, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=request.tokens, temperature=0)
     sampling.normalize(None)
     absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
     return TokenizedGenerateReqInput(

@@ -28,6 +28,7 @@ class Answer:
         cached: tokens of the prompt that the prefix cache had.
         retracted: how often it was put back into the queue.
         slots: the engine's slots of recurrent state that it held.
+        folds: how many windows ReplaySSM folded for it, at least; 0 without.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Answer:
     cached: int = 0
     retracted: int = 0
     slots: set[int] = field(default_factory=set)
+    folds: int = 0
 
 
 def serve(folder: Path, requests: Sequence[Request], *options: str, plugin: bool = False) -> list[Answer]:

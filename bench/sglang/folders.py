@@ -1,4 +1,4 @@
-"""Small models with random weights as folders that SGLang loads: configurations and names as published checkpoints have them."""
+"""Small models with random weights as folders that SGLang loads: configurations and names as in published checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(preset: str, folder: Path, **sizes: Any) -> Path:
 
 
 def _dense(name: str) -> str:
-    """Kimi-Linear's checkpoints have experts under ``block_sparse_moe`` and dense layers under ``mlp``; transformers saves one."""
+    """Kimi-Linear's checkpoints have experts under ``block_sparse_moe``, dense layers under ``mlp``; transformers saves one."""
     before, found, after = name.partition("block_sparse_moe.")
     return f"{before}mlp.{after}" if found and after.startswith(("down_proj.", "gate_proj.", "up_proj.")) else name
 

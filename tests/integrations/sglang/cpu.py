@@ -11,10 +11,8 @@ import importlib.machinery
 import os
 import sys
 import types
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's experts would be compiled by C++, longer than they run
 os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as the models
@@ -109,70 +107,16 @@ _absent_packages()
 _interpreter()
 _platform()
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import PortArgs, prepare_server_args
-
-from .serving import Answer, Request
+from replayssm.bench.sglang.requests import Answer, Request
+from replayssm.bench.sglang.serving import Server
 
 OPTIONS = (
-    "--device cpu --dtype float32 --skip-tokenizer-init --grammar-backend none --attention-backend torch_native "
-    "--sampling-backend pytorch --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled "
+    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
+    "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled "
     "--max-total-tokens 512 --mem-fraction-static 0.3"
 ).split()
 
 
-class _Frontend:
-    """In place of the tokenizer's and the detokenizer's processes: hands requests over and keeps what comes back."""
-
-    def __init__(self, scheduler: Scheduler, requests: Sequence[Request]):
-        self.scheduler, self.requests = scheduler, requests
-        self.answers = [Answer() for _ in requests]
-        self.replay = getattr(scheduler.req_to_token_pool.mamba_pool, "replay", None)
-        self.iteration, self.unfinished = -1, len(requests)
-
-    def recv_requests(self, local_reqs: Any = None) -> list[TokenizedGenerateReqInput]:
-        self.iteration += 1
-        for running in self.scheduler.running_batch.reqs:
-            if running.kv.holds_mamba:
-                answer, slot = self.answers[int(running.rid)], int(running.kv.mamba_pool_idx)
-                answer.slots.add(slot)
-                if self.replay is not None:
-                    answer.folds = max(answer.folds, int(self.replay.state.cursors.flushes[slot]))
-        self.scheduler.gracefully_exit = not self.unfinished
-        return [_tokenized(str(i), r) for i, r in enumerate(self.requests) if r.at == self.iteration]
-
-    def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        for i, rid in enumerate(output.rids):
-            answer = self.answers[int(rid)]
-            answer.tokens += output.output_ids[i]
-            answer.likeliest += output.output_top_logprobs_val[i]
-            answer.cached, answer.retracted = output.cached_tokens[i], output.retraction_counts[i]
-            self.unfinished -= output.finished_reasons[i] is not None
-
-
-def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:
-    sampling = SamplingParams(max_new_tokens=request.tokens, temperature=0)
-    sampling.normalize(None)
-    absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
-    return TokenizedGenerateReqInput(
-        rid=rid, input_ids=array("q", request.prompt), sampling_params=sampling, return_logprob=True, logprob_start_len=-1,
-        top_logprobs_num=8, stream=False, **absent,
-    )  # fmt: skip
-
-
 def serve(folder: Path, requests: Sequence[Request], options: Sequence[str]) -> list[Answer]:
     """Runs SGLang's scheduler and model runner in this process until all requests are answered; once a process."""
-    load_plugins()
-    arguments = prepare_server_args(["--model-path", str(folder), *OPTIONS, *options])
-    ports = PortArgs.init_new(arguments)
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    scheduler = Scheduler(arguments, ports)
-    frontend = _Frontend(scheduler, requests)
-    scheduler.request_receiver = frontend
-    scheduler.output_streamer.send_to_detokenizer = frontend
-    scheduler.run_event_loop()
-    return frontend.answers
+    return Server(folder, [*OPTIONS, *options]).run(requests)

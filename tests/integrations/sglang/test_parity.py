@@ -1,4 +1,4 @@
-"""The same requests with ReplaySSM: equal tokens over windows, slots that are used again, and all else that befalls requests."""
+"""The same requests with ReplaySSM: equal tokens over windows, over slots used again, and whatever befalls requests."""
 
 import pytest
 

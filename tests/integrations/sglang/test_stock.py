@@ -8,7 +8,12 @@ from .conftest import SIZES
 from .serving import Request, serve
 
 # Of different lengths; the third and the fourth wait for a slot that the first two hold. The last is longer than a chunk.
-REQUESTS = [Request(range(30, 42), 20), Request(range(60, 65), 9), Request(range(100, 107), 12, 3), Request(range(20, 90), 4, 6)]
+REQUESTS = [
+    Request(range(30, 42), 20),
+    Request(range(60, 65), 9),
+    Request(range(100, 107), 12, 3),
+    Request(range(20, 90), 4, 6),
+]
 FEW_SLOTS = ("--max-running-requests", "2", "--disable-radix-cache")
 
 

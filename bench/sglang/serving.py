@@ -1,0 +1,100 @@
+"""SGLang's scheduler and model runner in this process: no tokenizer, no detokenizer and no other process takes part.
+
+Imports SGLang; whatever of it a process wants otherwise is arranged before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, prepare_server_args
+
+from .requests import Answer, Request
+
+
+class Server:
+    """One model, loaded once a process; answers lists of requests one after another.
+
+    Attributes:
+        scheduler: SGLang's.
+        pool: its pool of recurrent states.
+    """
+
+    def __init__(self, folder: Path, options: Sequence[str]):
+        load_plugins()
+        arguments = prepare_server_args(
+            ["--model-path", str(folder), "--skip-tokenizer-init", "--grammar-backend=none", *options]
+        )
+        ports = PortArgs.init_new(arguments)
+        if "gpu_id" in inspect.signature(Scheduler.__init__).parameters:  # to 0.5.18
+            publish(arguments, role="scheduler")
+            self.scheduler = Scheduler(arguments, ports, 0, 0, 0, 0, 0, 0, None)
+        else:
+            from sglang.srt.runtime_context import SpawnRanks
+
+            publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+            self.scheduler = Scheduler(arguments, ports)
+        self.scheduler.request_receiver = self
+        self.scheduler.output_streamer.send_to_detokenizer = self
+        self.pool = self.scheduler.req_to_token_pool.mamba_pool
+
+    def run(self, requests: Sequence[Request], each: Callable[[int, int], None] | None = None) -> list[Answer]:
+        """The answers, in the order of the requests.
+
+        Args:
+            each: called before each of the scheduler's iterations with its number and that of requests that decode.
+        """
+        self._requests, self._each = requests, each
+        self._answers = [Answer() for _ in requests]
+        self._iteration, self._unfinished = -1, len(requests)
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+        return self._answers
+
+    # ---- what the scheduler calls --------------------------------------------------------------------------------
+
+    def recv_requests(self, local_reqs: Any = None) -> list[TokenizedGenerateReqInput]:
+        """In place of the tokenizer's process."""
+        self._iteration += 1
+        decoding = self.scheduler.running_batch.reqs
+        for one in decoding:
+            if (slot := getattr(one, "kv", one).mamba_pool_idx) is not None and not slot.is_cuda:
+                self._watch(self._answers[int(one.rid)], int(slot))
+        if self._each is not None:
+            self._each(self._iteration, len(decoding))
+        self.scheduler.gracefully_exit = not self._unfinished and self.scheduler.last_batch is None
+        return [_tokenized(str(i), one) for i, one in enumerate(self._requests) if one.at == self._iteration]
+
+    def _watch(self, answer: Answer, slot: int) -> None:
+        answer.slots.add(slot)
+        if (replay := getattr(self.pool, "replay", None)) is not None:
+            answer.folds = max(answer.folds, int(replay.state.cursors.flushes[slot]))
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        """In place of the detokenizer's process."""
+        for i, rid in enumerate(getattr(output, "rids", None) or ()):
+            answer = self._answers[int(rid)]
+            answer.tokens += output.output_ids[i]
+            if output.output_top_logprobs_val:
+                answer.likeliest += output.output_top_logprobs_val[i]
+            answer.cached, answer.retracted = output.cached_tokens[i], output.retraction_counts[i]
+            self._unfinished -= output.finished_reasons[i] is not None
+
+
+def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:
+    sampling = SamplingParams(max_new_tokens=request.tokens, temperature=0, ignore_eos=request.reserved)
+    sampling.normalize(None)
+    absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+    return TokenizedGenerateReqInput(
+        rid=rid, input_ids=array("q", request.prompt), sampling_params=sampling, return_logprob=request.logits,
+        logprob_start_len=-1, top_logprobs_num=2 * request.logits, stream=False, **absent,
+    )  # fmt: skip

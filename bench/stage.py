@@ -197,7 +197,9 @@ def stage(
     out.mkdir(parents=True)
     for name, members in _MEMBERS.items():
         say(f"fetching {name} {VERSIONS[name]}")
-        _extract(_download(name, wheels, python), out, lambda path, m=members: path.startswith(m) and _travels(path))
+        _extract(
+            download(name, VERSIONS[name], wheels, python), out, lambda path, m=members: path.startswith(m) and _travels(path)
+        )
     for path, text in _STUBS.items():
         _write(out / path, text)
     for package in ("vllm", "sglang"):
@@ -239,9 +241,9 @@ def _write(path: Path, text: str) -> None:
     path.write_text(textwrap.dedent(text).lstrip("\n"))
 
 
-def _download(name: str, wheels: Path, python: str) -> Path:
+def download(name: str, version: str, wheels: Path, python: str) -> Path:
     """The wheel of this version, downloaded unless it is there."""
-    pattern = f"{name.replace('-', '_')}-{VERSIONS[name]}-*.whl"
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     if not (found := sorted(wheels.glob(pattern))):
         compact = python.replace(".", "")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
@@ -249,7 +251,7 @@ def _download(name: str, wheels: Path, python: str) -> Path:
                    "--abi", f"cp{compact}", "--abi", "abi3", "--abi", "none", "--dest", str(wheels)]  # fmt: skip
         for glibc in range(17, 40):
             command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
-        command += ["--platform", "manylinux2014_x86_64", f"{name}=={VERSIONS[name]}"]
+        command += ["--platform", "manylinux2014_x86_64", f"{name}=={version}"]
         subprocess.run(command, check=True)
         found = sorted(wheels.glob(pattern))
     return found[-1]
@@ -264,7 +266,9 @@ def _build_environment(cache: Path, cuda: Path, arch: str) -> dict[str, str]:
     """Environment of the compilations: FlashInfer with its sources, and a stub of the driver's library to link with."""
     site, stubs = cache / "build", cache / "stubs"
     if not (site / "flashinfer").is_dir():
-        _extract(_download("flashinfer-python", cache / "wheels", f"{sys.version_info[0]}.{sys.version_info[1]}"), site, bool)
+        here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        name = "flashinfer-python"
+        _extract(download(name, VERSIONS[name], cache / "wheels", here), site, bool)
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(site)]
         subprocess.run([*install, f"apache-tvm-ffi=={VERSIONS['apache-tvm-ffi']}", *BUILD_REQUIREMENTS], check=True)
     stubs.mkdir(exist_ok=True)

@@ -14,6 +14,25 @@ from replayssm.integrations.transformers import presets
 Config = dict[str, Any]
 # transformers' names of layer kinds -> the letters of Nemotron-H's published pattern.
 _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+# With heads as wide as served models have them.
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3.5": {
+        "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64,
+        "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    "nemotron-h": {
+        "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"] * 2,
+        "mamba_num_heads": 8, "n_groups": 2, "mamba_head_dim": 80, "ssm_state_size": 128, "chunk_size": 128,
+    },
+    "kimi-linear": {
+        "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "linear_num_heads": 4, "linear_head_dim": 128,
+    },
+}  # fmt: skip
 
 
 def write(preset: str, folder: Path, **sizes: Any) -> Path:

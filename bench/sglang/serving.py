@@ -18,6 +18,8 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
+from replayssm.integrations.sglang.names import slot_of
+
 from .requests import Answer, Request
 
 
@@ -60,6 +62,10 @@ class Server:
         self.scheduler.run_event_loop()
         return self._answers
 
+    def generated(self) -> int:
+        """Tokens so far of the requests that decode."""
+        return sum(len(one.output_ids) for one in self.scheduler.running_batch.reqs)
+
     # ---- what the scheduler calls --------------------------------------------------------------------------------
 
     def recv_requests(self, local_reqs: Any = None) -> list[TokenizedGenerateReqInput]:
@@ -67,7 +73,7 @@ class Server:
         self._iteration += 1
         decoding = self.scheduler.running_batch.reqs
         for one in decoding:
-            if (slot := getattr(one, "kv", one).mamba_pool_idx) is not None and not slot.is_cuda:
+            if (slot := slot_of(one)) is not None and not slot.is_cuda:
                 self._watch(self._answers[int(one.rid)], int(slot))
         if self._each is not None:
             self._each(self._iteration, len(decoding))

@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import bench_sglang
 from .refuse import refuse
 
 app = typer.Typer(help="Time our kernels beside the peers' on a CUDA GPU, or fetch the peers.", no_args_is_help=True)
+app.add_typer(bench_sglang.app, name="sglang")
 PEERS = Path(".peers")
 CACHE = Path.home() / ".cache/replayssm/peers"
 

@@ -110,11 +110,7 @@ _platform()
 from replayssm.bench.sglang.requests import Answer, Request
 from replayssm.bench.sglang.serving import Server
 
-OPTIONS = (
-    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
-    "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled "
-    "--max-total-tokens 512 --mem-fraction-static 0.3"
-).split()
+from .cpu_options import OPTIONS
 
 
 def serve(folder: Path, requests: Sequence[Request], options: Sequence[str]) -> list[Answer]:

@@ -1,0 +1,87 @@
+"""One model in one mode, in a process of its own: `python -m replayssm.bench.sglang.job JOB`, which prints a line a result.
+
+JOB is JSON: "do" is "speed" or "parity", and the rest what the functions of that name take.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+MARK = "RESULT "
+
+
+def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """[count, length] tokens, no two requests alike."""
+    draw = random.Random(seed)
+    return [[draw.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+def speed(
+    folder: Path, options: list[str], batches: list[int], length: int, settle: int, steps: int, profiled: int, tokens: int,
+    device: str = "cuda",
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row a batch: milliseconds per step, tokens per second, requests that fit.
+
+    Args:
+        length: tokens of a prompt.
+        settle, steps, profiled: see Meter.
+        tokens: most that a request generates in a step.
+    """
+    from .meter import Meter
+    from .requests import Request
+    from .serving import Server
+
+    server = Server(folder, options)
+    vocabulary = server.scheduler.model_config.vocab_size
+    fit = min(server.scheduler.max_running_requests, server.pool.size)
+    for batch in batches:
+        if batch > fit:
+            yield {"batch": batch, "max_requests": fit, "skipped": f"{fit} requests fit"}
+            continue
+        meter = Meter(batch, settle, steps, profiled, server.generated, device)
+        enough = (meter.iterations + 8) * tokens
+        requests = [
+            Request(prompt, enough, logits=False, reserved=True) for prompt in prompts(batch, length, vocabulary, batch)
+        ]
+        server.run(requests, meter)
+        yield {
+            "batch": batch, "ms_per_step": meter.busy_ms, "wall_ms_per_step": meter.wall_ms,
+            "tokens_per_s": meter.tokens_per_s, "max_requests": fit,
+        }  # fmt: skip
+
+
+def parity(folder: Path, options: list[str], batches: list[int], tokens: int) -> Iterator[dict[str, Any]]:
+    """A row a batch: every request's tokens, how likely the two likeliest were, and what befell it.
+
+    Half of the requests begin alike, as those of the batches before did: the prefix cache finds them.
+    """
+    from .requests import Request
+    from .serving import Server
+
+    server = Server(folder, options)
+    vocabulary = server.scheduler.model_config.vocab_size
+    shared = prompts(1, 160, vocabulary)[0]
+    for batch in batches:
+        tails = prompts(batch, 24, vocabulary, batch)
+        requests = [
+            Request([*shared, *tail] if i % 2 == 0 else tail[: 8 + i % 16], tokens, at=i % 5) for i, tail in enumerate(tails)
+        ]
+        answers = server.run(requests)
+        yield {"batch": batch, "answers": [asdict(one) | {"slots": sorted(one.slots)} for one in answers]}
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    do = {"speed": speed, "parity": parity}[job.pop("do")]
+    for row in do(folder=Path(job.pop("folder")), **job):
+        print(MARK + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

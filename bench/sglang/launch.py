@@ -1,0 +1,113 @@
+"""Jobs in processes of their own, and what their results say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .job import MARK
+from .modes import DRAFT_TOKENS, OURS, options
+
+# The same for all modes. Of the attention and sampling kernels those that come without compiled packages; sampling is
+# greedy, and no answer is streamed while requests are decoded.
+GPU = (
+    "--attention-backend=triton", "--sampling-backend=pytorch", "--disable-custom-all-reduce", "--disable-prefill-cuda-graph",
+    "--chunked-prefill-size=8192", "--mamba-ssm-dtype=float32", "--random-seed=0", "--log-level=info",
+)  # fmt: skip
+
+
+# What rounding makes of log-probabilities: other activations of the last bit make others of it, layer by layer.
+TIES = {"float32": 2e-3, "bfloat16": 0.25}
+
+
+def speed(
+    folder: Path, mode: str, batches: list[int], speculative: bool, settle: int, steps: int, profiled: int, memory: float
+) -> dict[str, Any]:
+    """The job that measures decode steps of a model whose weights do not matter; see job.speed."""
+    chosen = [
+        *GPU, "--load-format=dummy", "--dtype=bfloat16", "--disable-radix-cache", f"--mem-fraction-static={memory}",
+        "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, speculative),
+    ]  # fmt: skip
+    return {
+        "do": "speed", "folder": str(folder), "options": chosen, "batches": batches, "length": 64, "settle": settle,
+        "steps": steps, "profiled": profiled, "tokens": DRAFT_TOKENS if speculative else 1,
+    }  # fmt: skip
+
+
+def parity(folder: Path, mode: str, batches: list[int], tokens: int, pool: int, dtype: str) -> dict[str, Any]:
+    """The job that answers requests in a pool of so many tokens; see job.parity."""
+    chosen = [
+        *GPU, f"--dtype={dtype}", f"--max-total-tokens={pool}", "--schedule-conservativeness=0.3", "--mem-fraction-static=0.5",
+        f"--max-running-requests={max(batches)}", "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, False),
+    ]  # fmt: skip
+    return {"do": "parity", "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens}
+
+
+def unpack(archive: Path) -> Path:
+    """The folder beside the archive that `replayssm bench sglang stage` wrote; unpacked unless it is there."""
+    site = archive.with_name("site")
+    if not site.is_dir():
+        partial = archive.with_name("site.partial")
+        with tarfile.open(archive) as packed:
+            packed.extractall(partial, filter="data")
+        partial.rename(site)
+    return site
+
+
+def run(job: dict[str, Any], mode: str, site: Path | None, log: Path) -> Iterator[dict[str, Any]]:
+    """The job's results, one by one as they come; its log goes to the file.
+
+    Args:
+        site: folder with SGLang; None: it is installed.
+
+    Raises: RuntimeError: the process failed; the log's end says why.
+    """
+    environment = os.environ | {"SGLANG_PLUGINS": "replayssm" if mode == OURS else "none", "HF_HUB_OFFLINE": "1"}
+    if site is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), environment.get("PYTHONPATH")]))
+    # -O: SGLang's GDN prefill asserts that it is not given fp32, which its kernels take.
+    command = [sys.executable, "-O", "-m", "replayssm.bench.sglang.job", json.dumps(job)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True) as child,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
+            else:
+                file.write(line)
+    if child.returncode:
+        raise RuntimeError(f"exit code {child.returncode}, {log} ends with: {' | '.join(log.read_text().splitlines()[-4:])}")
+
+
+def compared(stock: list[dict[str, Any]], ours: list[dict[str, Any]], tie: float) -> dict[str, Any]:
+    """What two runs of the same requests have in common.
+
+    Greedy decoding takes either of two tokens that are equally likely, and goes on from it: where two answers part, the
+    two likeliest tokens of the stock run must have been closer than ``tie``.
+
+    Returns: requests, equal (of them, to the last token), parted (in ties), wrong (not in ties), tokens compared up to there,
+        cached and retracted of either run.
+    """
+    found = {"requests": len(stock), "equal": 0, "parted": 0, "wrong": 0, "tokens": 0}
+    for a, b in zip(stock, ours, strict=True):
+        at = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=False)) if x != y), None)
+        if at is None and len(a["tokens"]) == len(b["tokens"]):
+            found["equal"] += 1
+            found["tokens"] += len(a["tokens"])
+            continue
+        at = min(len(a["tokens"]), len(b["tokens"])) if at is None else at
+        first, second = a["likeliest"][at] if at < len(a["likeliest"]) else (1e9, 0.0)
+        found["parted" if first - second < tie else "wrong"] += 1
+        found["tokens"] += at
+    for key in ("cached", "retracted"):
+        found[key] = [sum(one[key] for one in run) for run in (stock, ours)]
+    return found

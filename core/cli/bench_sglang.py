@@ -1,0 +1,178 @@
+"""The ``bench sglang`` commands: options and tables; what they do is the package ``replayssm.bench.sglang``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .refuse import refuse
+
+app = typer.Typer(help="Whole models under SGLang, with and without ReplaySSM, on a CUDA GPU.", no_args_is_help=True)
+ENGINE = Path(".engines/sglang/sglang.tar.xz")
+CACHE = Path.home() / ".cache/replayssm/engines"
+Row = dict[str, Any]
+
+Models = Annotated[list[str] | None, typer.Option("--model", help="May be repeated; default: all.")]
+Batches = Annotated[list[int] | None, typer.Option("--batch", help="Requests that decode together; may be repeated.")]
+Modes = Annotated[list[str] | None, typer.Option("--mode", help="stock, native_replay or ours; may be repeated.")]
+Engine = Annotated[Path, typer.Option(help="What `stage` packed; where it is not there, the installed SGLang is used.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to name in the header; default: REPLAYSSM_COMMIT or git's.")]
+Extra = Annotated[list[str] | None, typer.Option("--option", help="A further option of SGLang, as --option=--log-level=debug.")]
+
+
+@app.command()
+def stage(
+    out: Annotated[Path, typer.Option(help="Folder of the archive, 47 MB.")] = ENGINE.parent,
+    cache: Annotated[Path, typer.Option(help="Wheels, kept for the next time.")] = CACHE,
+    python: Annotated[str, typer.Option(help="Python of the GPU machine.")] = "3.12",
+) -> None:
+    """Pack SGLang 0.5.17 for a GPU machine without a network: Python as said, torch 2.11, Triton 3.6."""
+    from replayssm.bench.sglang.stage import stage
+
+    archive = stage(out, cache, python, Console(stderr=True).print)
+    print(f"{archive}, {archive.stat().st_size / 2**20:.0f} MiB")
+
+
+@app.command()
+def speed(
+    model: Models = None,
+    batch: Batches = None,
+    mode: Modes = None,
+    speculative: Annotated[bool, typer.Option(help="Chains of 4 tokens, guessed from the text so far.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON of rows; those in it already are not measured again.")] = Path("sglang.json"),
+    settle: Annotated[int, typer.Option(help="Steps left out at first.")] = 40,
+    steps: Annotated[int, typer.Option(help="Steps taken by the clock.")] = 128,
+    profiled: Annotated[int, typer.Option(help="Steps under the profiler: whole windows.")] = 48,
+    memory: Annotated[float, typer.Option(help="SGLang's --mem-fraction-static.")] = 0.8,
+    option: Extra = None,
+    engine: Engine = ENGINE,
+    commit: Commit = None,
+) -> None:  # fmt: skip
+    """Milliseconds per decode step, by the clock and busy on the GPU, with dummy weights: one process a model and mode."""
+    from replayssm.bench.sglang import launch, modes, shapes
+    from replayssm.bench.timing import machine
+
+    names, chosen, batches = model or list(shapes.MODELS), mode or list(modes.MODES), batch or [1, 16, 64, 256]
+    _check("model", names, shapes.MODELS)
+    _check("mode", chosen, modes.MODES)
+    site, device = _prepare(engine)
+    results = _Results(out, machine(device, commit))
+    for name in names:
+        folder = shapes.write(name, out.with_suffix("") / name)
+        for one in chosen:
+            left = [b for b in batches if not results.has(name, b, one, speculative)]
+            if not left:
+                continue
+            try:
+                job = launch.speed(folder, one, left, speculative, settle, steps, profiled, memory)
+            except ValueError as error:
+                Console(stderr=True).print(f"{name}: {error}")
+                continue
+            job["options"] += option or []
+            log = out.with_suffix("") / f"{name}-{one}{'-speculative' * speculative}.log"
+            for row in _guarded(launch.run(job, one, site, log)):
+                results.add({"model": name, "mode": one, "speculative": speculative} | row)
+    results.print()
+
+
+@app.command()
+def parity(
+    model: Models = None,
+    batch: Batches = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each request.")] = 512,
+    pool: Annotated[int, typer.Option(help="Tokens that fit; fewer than the largest batch needs.")] = 16384,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    tie: Annotated[float | None, typer.Option(help="Log-probabilities closer than this tie; default: by dtype.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON of rows; models in it already are left out.")] = Path("sglang-parity.json"),
+    option: Extra = None,
+    engine: Engine = ENGINE,
+    commit: Commit = None,
+) -> None:  # fmt: skip
+    """Greedy tokens with and without ReplaySSM: small models with random weights, CUDA graphs, prefix hits, retraction."""
+    from replayssm.bench.sglang import folders, launch, modes
+    from replayssm.bench.timing import machine
+
+    names, batches = model or list(folders.SIZES), batch or [1, 7, 64]
+    _check("model", names, folders.SIZES)
+    _check("dtype", [dtype], launch.TIES)
+    tie = launch.TIES[dtype] if tie is None else tie
+    site, device = _prepare(engine)
+    results = _Results(out, machine(device, commit))
+    for name in names:
+        if all(results.has(name, b, modes.OURS, False) for b in batches):
+            continue
+        folder = folders.write(name, out.with_suffix("") / name, **folders.SIZES[name])
+        runs: dict[str, list[Row]] = {}
+        for one in (modes.STOCK, modes.OURS):
+            job = launch.parity(folder, one, batches, tokens, pool, dtype)
+            job["options"] += option or []
+            log = out.with_suffix("") / f"{name}-{one}.log"
+            runs[one] = list(_guarded(launch.run(job, one, site, log)))
+        for stock, ours in zip(runs[modes.STOCK], runs[modes.OURS], strict=False):
+            found = launch.compared(stock["answers"], ours["answers"], tie)
+            results.add({"model": name, "batch": stock["batch"], "mode": modes.OURS, "dtype": dtype, "tie": tie} | found)
+    results.print()
+    if any(row["wrong"] for row in results.rows):
+        raise typer.Exit(1)
+
+
+def _check(what: str, given: list[str], known: Any) -> None:
+    for name in given:
+        if name not in known:
+            refuse(f"{what}: expected one of {', '.join(known)}, got {name!r}")
+
+
+def _prepare(engine: Path) -> tuple[Path | None, Any]:
+    """SGLang's folder, and the GPU; refuses what cannot run here."""
+    import torch
+
+    from replayssm.bench.sglang import launch
+
+    if not torch.cuda.is_available():
+        refuse("bench: expected a CUDA GPU, and torch finds none")
+    if engine.is_file():
+        return launch.unpack(engine), torch.device("cuda")
+    if engine != ENGINE:
+        refuse(f"engine: expected an archive that `replayssm bench sglang stage` wrote, got {engine}")
+    return None, torch.device("cuda")
+
+
+def _guarded(rows: Iterator[Row]) -> Iterator[Row]:
+    """A process that fails is reported; the others go on."""
+    try:
+        yield from rows
+    except RuntimeError as error:
+        Console(stderr=True).print(f"failed: {error}", markup=False, soft_wrap=True)
+
+
+class _Results:
+    """Header and rows in a file, written with every row."""
+
+    def __init__(self, path: Path, header: Row) -> None:
+        self.path, self.header = path, header
+        self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
+
+    def has(self, model: str, batch: int, mode: str, speculative: bool) -> bool:
+        wanted = {"model": model, "batch": batch, "mode": mode}
+        return any(wanted.items() <= row.items() and row.get("speculative", False) == speculative for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        row = {key: value for key, value in row.items() if not (key == "speculative" and not value)}
+        self.rows.append(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1) + "\n")
+        Console(stderr=True).print(_said(row), highlight=False, soft_wrap=True)
+
+    def print(self) -> None:
+        for row in self.rows:
+            print(_said(row))
+
+
+def _said(row: Row) -> str:
+    shown = {key: f"{value:.2f}" if isinstance(value, float) else value for key, value in row.items() if key != "model"}
+    return f"{row['model']}: " + ", ".join(f"{key} {value}" for key, value in shown.items())

@@ -14,7 +14,7 @@ from replayssm.integrations.transformers import presets
 Config = dict[str, Any]
 # transformers' names of layer kinds -> the letters of Nemotron-H's published pattern.
 _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-# With heads as wide as served models have them.
+# With heads as wide as served models have them; of Nemotron-H an attention layer comes first (see shapes).
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3.5": {
         "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "nemotron-h": {
         "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"] * 2,
+        "layers_block_type": ["full_attention", "linear_attention", "mlp", "linear_attention"] * 2,
         "mamba_num_heads": 8, "n_groups": 2, "mamba_head_dim": 80, "ssm_state_size": 128, "chunk_size": 128,
     },
     "kimi-linear": {

@@ -16,15 +16,17 @@ def options(mode: str, folder: Path, speculative: bool) -> list[str]:
 
     Raises: ValueError: SGLang has no replay of its own for the model.
     """
-    mamba2 = json.loads((folder / "config.json").read_text())["model_type"] == "nemotron_h"
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
     chosen = []
-    if speculative:
+    if speculative:  # without a number of its own SGLang runs 48 requests at most
         chosen += ["--speculative-algorithm=NGRAM", f"--speculative-num-draft-tokens={DRAFT_TOKENS}",
-                   "--speculative-ngram-max-bfs-breadth=1"]  # fmt: skip
+                   "--speculative-ngram-max-bfs-breadth=1", "--max-running-requests=2048"]  # fmt: skip
+        if kind == "kimi_linear" and mode != OURS:  # its default's kernels are for other GPUs
+            chosen += ["--linear-attn-verify-backend=triton"]
     if mode == OURS:
-        chosen += ["--mamba-backend=replayssm"] if mamba2 else ["--linear-attn-decode-backend=replayssm"]
+        chosen += ["--mamba-backend=replayssm"] if kind == "nemotron_h" else ["--linear-attn-decode-backend=replayssm"]
     if mode == NATIVE:
-        if mamba2:
+        if kind == "nemotron_h":
             raise ValueError(f"mode: SGLang has no {NATIVE} for Mamba-2, expected {STOCK} or {OURS}")
         chosen += ["--enable-linear-replayssm-spec" if speculative else "--enable-linear-replayssm"]
     return chosen

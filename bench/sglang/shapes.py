@@ -1,7 +1,7 @@
 """Served models' configurations, to be measured with dummy weights: sizes, layers and heads as released, nothing cut.
 
-Qwen3.5-4B without its vision tower. Not read from released files, but assumed: Nemotron-3-Nano-4B's order of layers,
-feed-forward width and query heads.
+Qwen3.5-4B without its vision tower. Not read from released files, but assumed: Nemotron-3-Nano-4B's feed-forward width and
+query heads; of its layers an attention layer comes first, where SGLang's Triton attention looks for sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Nemotron-3-Nano-4B": {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 3136,
-        "intermediate_size": 12544, "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+        "intermediate_size": 12544, "hybrid_override_pattern": "*M-M-M-MM-M-M-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
         "num_hidden_layers": 42, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
         "mamba_num_heads": 96, "mamba_head_dim": 80, "n_groups": 8, "mamba_n_groups": 8, "ssm_state_size": 128,
         "conv_kernel": 4, "chunk_size": 256, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_conv_bias": True,

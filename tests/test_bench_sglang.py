@@ -1,0 +1,95 @@
+"""`replayssm bench sglang` without SGLang: measuring, comparing, models' shapes, what is refused and written."""
+
+import json
+
+import pytest
+import torch
+
+from replayssm.bench.sglang import launch, meter, modes, shapes
+
+
+def test_comparison():
+    def answer(tokens, gaps):
+        return {"tokens": tokens, "likeliest": [[0.0, -gap] for gap in gaps], "cached": 2, "retracted": 1}
+
+    stock = [answer([1, 2, 3], [1, 1, 1]), answer([1, 2, 3], [1, 0.01, 1]), answer([1, 2, 3], [1, 1, 1])]
+    ours = [answer([1, 2, 3], []), answer([1, 5, 3], []), answer([1, 2, 4], [])]
+    assert launch.compared(stock, ours, 0.1) == {
+        "requests": 3, "equal": 1, "parted": 1, "wrong": 1, "tokens": 3 + 1 + 2, "cached": [6, 6], "retracted": [3, 3],
+    }  # fmt: skip
+    shorter = launch.compared(stock[:1], [answer([1, 2], [])], 0.1)
+    assert shorter["wrong"] == 1, "an answer that ends early is not a tie"
+
+
+def test_busy_time_counts_once_what_overlaps():
+    assert meter.union([(0, 10), (5, 10), (30, 5), (31, 1)]) == 15 + 5
+    assert meter.union([]) == 0
+
+
+def test_meter_waits_for_a_full_batch():
+    made = iter(range(0, 1000, 10))
+    one = meter.Meter(4, settle=2, steps=5, profiled=1, generated=lambda: next(made), device="cpu")
+    for iteration in range(3):
+        one(iteration, 3)
+    for iteration in range(one.iterations):
+        assert one.wall_ms is None or iteration > one.settle + one.steps
+        one(iteration, 4)
+    assert one.wall_ms > 0 and one.tokens_per_s == pytest.approx(10 / (one.wall_ms * 5 / 1e3))
+
+
+@pytest.mark.parametrize("name", shapes.MODELS)
+def test_shapes_are_the_served_models(name, tmp_path):
+    """What our own reader makes of the configurations is what core knows of the models."""
+    from replayssm.models import MODELS, find
+
+    found, known = find(str(shapes.write(name, tmp_path))), MODELS[name]
+    for field in ("recurrence", "H", "G", "V", "K", "layers", "attention"):
+        assert getattr(found, field) == getattr(known, field), field
+
+
+def test_no_native_replay_for_mamba2(tmp_path):
+    folder = shapes.write("Nemotron-3-Nano-4B", tmp_path)
+    with pytest.raises(ValueError, match="no native_replay for Mamba-2"):
+        modes.options(modes.NATIVE, folder, False)
+
+
+def test_a_job_in_its_own_process_and_its_failure(tmp_path, monkeypatch):
+    """Result lines come one by one, the rest goes to the log; a failure says where to look."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sglang.py").write_text("import sys; sys.exit('no sglang here')")
+    job = launch.parity(shapes.write("Qwen3.5-4B", tmp_path / "model"), modes.STOCK, [1], 4, 64, "float32")
+    with pytest.raises(RuntimeError, match="exit code 1.*no sglang here"):
+        list(launch.run(job, modes.STOCK, site, tmp_path / "log"))
+    monkeypatch.setattr(launch, "MARK", "")
+    (site / "sglang.py").write_text("print(7)\nimport os\nos._exit(0)")
+    assert list(launch.run(job, modes.STOCK, site, tmp_path / "log")) == [7]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it would measure")
+def test_commands_refuse_what_they_cannot_do(tmp_path):
+    from typer.testing import CliRunner
+
+    from replayssm.cli.app import app
+
+    for arguments, said in (
+        (["speed", "--model", "GPT"], "model: expected one of Qwen3.5-4B"),
+        (["speed", "--mode", "fast"], "mode: expected one of stock"),
+        (["parity", "--dtype", "fp8"], "dtype: expected one of float32"),
+        (["speed"], "expected a CUDA GPU"),
+    ):
+        done = CliRunner().invoke(app, ["bench", "sglang", *arguments, "--out", str(tmp_path / "out.json")])
+        assert done.exit_code == 2 and said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_written_as_measured_and_not_measured_again(tmp_path):
+    from replayssm.cli.bench_sglang import _Results
+
+    path = tmp_path / "out.json"
+    results = _Results(path, {"device": "none"})
+    results.add({"model": "a", "batch": 1, "mode": "ours", "speculative": False, "ms_per_step": 1.5})
+    results.add({"model": "a", "batch": 1, "mode": "ours", "speculative": True, "ms_per_step": 1.0})
+    assert "speculative" not in json.loads(path.read_text())["rows"][0]
+    again = _Results(path, {})
+    assert again.has("a", 1, "ours", False) and again.has("a", 1, "ours", True) and not again.has("a", 2, "ours", False)

@@ -32,13 +32,9 @@ class Answer:
         likeliest: per token the two largest log-probabilities, in descending order.
         cached: tokens of the prompt that the prefix cache had.
         retracted: how often it was put back into the queue.
-        slots: the engine's slots of recurrent state that it held; on a GPU, not watched.
-        folds: how many windows ReplaySSM folded for it, at least; 0 without; on a GPU, not watched.
     """
 
     tokens: list[int] = field(default_factory=list)
     likeliest: list[list[float]] = field(default_factory=list)
     cached: int = 0
     retracted: int = 0
-    slots: set[int] = field(default_factory=set)
-    folds: int = 0

@@ -18,8 +18,6 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-from replayssm.integrations.sglang.names import slot_of
-
 from .requests import Answer, Request
 
 
@@ -71,19 +69,10 @@ class Server:
     def recv_requests(self, local_reqs: Any = None) -> list[TokenizedGenerateReqInput]:
         """In place of the tokenizer's process."""
         self._iteration += 1
-        decoding = self.scheduler.running_batch.reqs
-        for one in decoding:
-            if (slot := slot_of(one)) is not None and not slot.is_cuda:
-                self._watch(self._answers[int(one.rid)], int(slot))
         if self._each is not None:
-            self._each(self._iteration, len(decoding))
+            self._each(self._iteration, len(self.scheduler.running_batch.reqs))
         self.scheduler.gracefully_exit = not self._unfinished and self.scheduler.last_batch is None
         return [_tokenized(str(i), one) for i, one in enumerate(self._requests) if one.at == self._iteration]
-
-    def _watch(self, answer: Answer, slot: int) -> None:
-        answer.slots.add(slot)
-        if (replay := getattr(self.pool, "replay", None)) is not None:
-            answer.folds = max(answer.folds, int(replay.state.cursors.flushes[slot]))
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         """In place of the detokenizer's process."""

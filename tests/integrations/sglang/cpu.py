@@ -109,10 +109,32 @@ _platform()
 
 from replayssm.bench.sglang.requests import Answer, Request
 from replayssm.bench.sglang.serving import Server
+from replayssm.integrations.sglang.names import slot_of
 
 from .cpu_options import OPTIONS
+from .serving import Seen
 
 
-def serve(folder: Path, requests: Sequence[Request], options: Sequence[str]) -> list[Answer]:
+class Watch:
+    """Writes down what becomes of requests, before each iteration of the scheduler."""
+
+    def __init__(self, server: Server, requests: int):
+        self.scheduler, self.replay = server.scheduler, getattr(server.pool, "replay", None)
+        self.seen = [Seen() for _ in range(requests)]
+
+    def __call__(self, iteration: int, decoding: int) -> None:
+        batch = self.scheduler.last_batch
+        for request in batch.reqs if batch else ():
+            seen, slot = self.seen[int(request.rid)], slot_of(request)
+            seen.batches.add(batch.forward_mode.name)
+            if slot is not None:
+                seen.slots.add(int(slot))
+                if self.replay is not None:
+                    seen.folds = max(seen.folds, int(self.replay.state.cursors.flushes[slot]))
+
+
+def serve(folder: Path, requests: Sequence[Request], options: Sequence[str]) -> list[tuple[Answer, Seen]]:
     """Runs SGLang's scheduler and model runner in this process until all requests are answered; once a process."""
-    return Server(folder, [*OPTIONS, *options]).run(requests)
+    server = Server(folder, [*OPTIONS, *options])
+    watch = Watch(server, len(requests))
+    return list(zip(server.run(requests, watch), watch.seen, strict=True))

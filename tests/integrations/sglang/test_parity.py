@@ -1,9 +1,13 @@
 """The same requests with ReplaySSM: equal tokens over windows, over slots used again, and whatever befalls requests."""
 
+import dataclasses
+
 import pytest
 
+from replayssm.bench.sglang.requests import Request
+
 from .conftest import SIZES
-from .serving import Request, serve
+from .serving import serve
 from .test_stock import FEW_SLOTS, REQUESTS, expected
 
 OURS = {
@@ -16,34 +20,66 @@ WINDOW = ("--replayssm-window", "4")
 
 @pytest.mark.parametrize("preset", SIZES)
 def test_tokens(models, preset):
-    answers = serve(models[preset], REQUESTS, *FEW_SLOTS, *OURS[preset], *WINDOW, plugin=True)
+    answers, seen = serve(models[preset], REQUESTS, *FEW_SLOTS, *OURS[preset], *WINDOW, plugin=True)
     assert [answer.tokens for answer in answers] == expected(preset)
-    assert answers[0].folds >= 4
-    assert {slot for answer in answers for slot in answer.slots} == {1, 2}, "two slots for four requests"
+    assert seen[0].folds >= 4
+    assert {slot for one in seen for slot in one.slots} == {1, 2}, "two slots for four requests"
 
 
-# The later ones begin as the first one did, and go on elsewhere: prompt, and prompt with what was generated.
-TURNS = [Request(range(30, 102), 30), Request([*range(30, 102), 7], 10, 36), Request(range(60, 65), 9, 2)]
-# Admitted with room for a tenth of what they will generate: there is not enough.
-GROWING = [Request(range(30, 42), 24), Request(range(60, 70), 24, 3), Request(range(100, 107), 24, 6)]
-PATHS = {
-    "prefix hits": (TURNS, ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]),
-    "prefix hits of snapshots": (TURNS, ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]),
-    "mixed batches": (REQUESTS, ["--disable-radix-cache", "--enable-mixed-chunk", "--chunked-prefill-size", "8"]),
-    "retraction": (GROWING, ["--disable-radix-cache", "--max-total-tokens", "72", "--schedule-conservativeness", "0.1"]),
+def both(folder, preset, requests, *options):
+    """Answers without and with ReplaySSM, which are equal, what the prefix cache found included; and what befell requests."""
+    options = [*options, "--max-running-requests", "4", "--max-mamba-cache-size", "24"]
+    stock, _ = serve(folder, requests, *options)
+    ours, seen = serve(folder, requests, *options, *OURS[preset], *WINDOW, plugin=True)
+    assert [(one.tokens, one.cached, one.retracted) for one in ours] == [
+        (one.tokens, one.cached, one.retracted) for one in stock
+    ]
+    return stock, seen
+
+
+# The states at the end of an answer, and at a multiple of 64 tokens within it.
+CACHES = {
+    "no_buffer": ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+    "extra_buffer": ("--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("preset", SIZES)
-def test_paths(models, preset, path):
-    """As without us, what the prefix cache finds included."""
-    requests, options = PATHS[path][0], [*PATHS[path][1], "--max-running-requests", "4", "--max-mamba-cache-size", "24"]
-    stock = serve(models[preset], requests, *options)
-    ours = serve(models[preset], requests, *options, *OURS[preset], *WINDOW, plugin=True)
-    assert [(one.tokens, one.cached) for one in ours] == [(one.tokens, one.cached) for one in stock]
-    assert [one.retracted for one in ours] == [one.retracted for one in stock]
-    assert not path.startswith("prefix") or stock[1].cached
-    assert path != "retraction" or any(one.retracted for one in stock)
-    assert ours[0].folds >= 4
+def test_prefix_hits(models, preset, cache):
+    """A second turn goes on from a state that decoding left, at the position where SGLang has it without us."""
+    first = Request(range(30, 130), 34)
+    (answer,), _ = serve(models[preset], [first], *FEW_SLOTS)
+    turn = Request([*first.prompt, *answer.tokens, 7], 10, at=45)
+    stock, seen = both(models[preset], preset, [first, turn, Request(range(60, 65), 9, at=2)], *CACHES[cache])
+    assert stock[1].cached > len(first.prompt) and seen[0].folds >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", SIZES)
+def test_mixed_batches(models, preset):
+    """Prompts in pieces of 8 tokens, each in one forward pass with the requests that decode; SGLang tells no logits then."""
+    requests = [dataclasses.replace(one, logits=False) for one in REQUESTS]
+    _, seen = both(
+        models[preset], preset, requests, "--disable-radix-cache", "--enable-mixed-chunk", "--chunked-prefill-size", "8"
+    )
+    assert {"MIXED", "DECODE"} <= seen[0].batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", SIZES)
+def test_retraction(models, preset):
+    """Admitted with room for a tenth of what they will generate."""
+    requests = [Request(range(30, 42), 24), Request(range(60, 70), 24, 3), Request(range(100, 107), 24, 6)]
+    stock, seen = both(
+        models[preset],
+        preset,
+        requests,
+        "--disable-radix-cache",
+        "--max-total-tokens",
+        "72",
+        "--schedule-conservativeness",
+        "0.1",
+    )
+    assert any(one.retracted for one in stock) and seen[0].folds >= 4

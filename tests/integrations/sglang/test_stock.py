@@ -4,8 +4,10 @@ import functools
 
 import pytest
 
+from replayssm.bench.sglang.requests import Request
+
 from .conftest import SIZES
-from .serving import Request, serve
+from .serving import serve
 
 # Of different lengths; the third and the fourth wait for a slot that the first two hold. The last is longer than a chunk.
 REQUESTS = [
@@ -35,7 +37,7 @@ def expected(preset: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("preset", SIZES)
 def test_tokens_are_those_of_transformers(models, preset):
-    answers = serve(models[preset], REQUESTS, *FEW_SLOTS)
+    answers, seen = serve(models[preset], REQUESTS, *FEW_SLOTS)
     assert [answer.tokens for answer in answers] == expected(preset)
-    assert {slot for answer in answers for slot in answer.slots} == {1, 2}, "two slots for four requests"
+    assert {slot for one in seen for slot in one.slots} == {1, 2}, "two slots for four requests"
     assert all(len(set(answer.tokens)) > len(answer.tokens) // 2 for answer in answers), "text that says something"

@@ -55,7 +55,7 @@ def _machine(name: str, found: Row) -> str:
     )
     head = found["header"]
     sizes = "served models' heads and dimensions" if head.get("served") else "small heads and dimensions"
-    about = f"Window {head.get('window')}, {head.get('layers')} layers, {sizes}."
+    about = f"Window {head.get('window')}, layers {head.get('layers')}, {sizes}."
     parts = [f"### {name}", header(head, "replayssm parity"), f"{about} {summary}"]
     for (act, state, read), some in group(rows, "act", "state", "read").items():
         formats = f"activations {act}, state {state}" + (f", read {read}" if read else "")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from replayssm import eager, formats
 from replayssm.cli.app import app
 from replayssm.parity import implementations, vectors, within
-from tests.harness import BACKENDS, DEVICE
+from tests.harness import BACKENDS, DEVICE, GPU
 
 ALL = implementations()
 TORCH = [one for one in ALL if one.name == "core torch"]
@@ -62,6 +62,13 @@ def test_kernels(backend):
     for case in ("e4m3+sr", "read-nvfp4"):
         found = vectors._row("core Triton", "gdn", 3, case, "fp32", tensors, about, DEVICE)
         assert within(found) and "absent" not in found, found
+
+
+@pytest.mark.skipif(GPU, reason="of the interpreter")
+def test_what_the_interpreter_cannot():
+    tensors, about = vectors.read("gla")
+    found = vectors._row("core Triton", "gla", 1, "bf16", "fp32", tensors, about, "cpu")
+    assert found["absent"].endswith("by truncation, not to nearest")
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ def soak(
     dtype: Annotated[str, typer.Option(help="Activations: fp32, bf16 or fp16.")] = "fp32",
     window: Annotated[int, typer.Option(help="Records a ring of the first worker holds; the second's holds half.")] = 16,
     draft_tokens: Annotated[int, typer.Option(help="Most tokens of a row and step.")] = 4,
-    slots: Annotated[int, typer.Option(help="Requests at a time on each worker; default: 256 on a GPU, else 24.")] = 0,
+    slots: Annotated[int, typer.Option(help="Requests at a time on each worker; default: 1024 on a GPU, else 24.")] = 0,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
     heads: Annotated[int, typer.Option(help="Value heads.")] = 4,
     groups: Annotated[int, typer.Option(help="Key groups.")] = 2,
@@ -52,7 +52,7 @@ def soak(
     Exit code 0: everything within its bound. 1: something is not. 2: bad input.
     """
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    slots = slots or (256 if where.startswith("cuda") else 24)
+    slots = slots or (1024 if where.startswith("cuda") else 24)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
         if dtype not in DTYPES:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
 
 import pytest
 import torch
@@ -130,8 +132,23 @@ def test_drafts_stay_until_the_first_that_does_not():
     assert one.accepted.double().mean() == pytest.approx(1 + 0.75 + 0.75**2 + 0.75**3, rel=0.02)
 
 
-def test_every_peer_not_staged_is_absent_with_its_reason(on_cpu):
-    """Without what `stage` fetches, each says which project it misses."""
+class _Hidden(MetaPathFinder):
+    """A finder of packages that says there is none of them."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+
+def test_every_peer_not_staged_is_absent_with_its_reason(on_cpu, monkeypatch):
+    """Without what `stage` fetches, each says which project it misses; engines that are installed are hidden here."""
+    engines = _Hidden("sglang", "vllm", "flashinfer", "fla")
+    monkeypatch.setattr(sys, "meta_path", [engines, *sys.meta_path])
+    for name in [name for name in sys.modules if name.split(".")[0] in engines.names]:
+        monkeypatch.delitem(sys.modules, name)
     for family, kinds in peers.DECODE.items():
         name = f"tiny-{family}" if f"tiny-{family}" in TINY else None
         if name is None:

@@ -197,10 +197,10 @@ def _without_cursors(src, dst, buffers, cursors, copy=transfer.copy):
     copy(src, dst, buffers, cursors._replace(**{name: x.clone() for name, x in cursors._asdict().items()}))
 
 
-def _commit_again(plan, accepted, cursors, R, commit=eager.commit):
+def _commit_again(plan, accepted, cursors, commit=eager.commit):
     again = plan.clone()
     again[:, 8] = torch.where(plan[:, 0] >= 0, cursors.pending[plan[:, 0].clamp(min=0).long()], 0)
-    commit(again, accepted, cursors, R)
+    commit(again, accepted, cursors)
 
 
 def _clamped(target, slots, values, scatter=eager.scatter):

@@ -107,7 +107,7 @@ class Step:
         path = self.path if self.style == "tree" else None
         state.commit(plan, self.kept, path)
         if engine.random.random() < 0.2:
-            state.commit(plan, torch.zeros_like(self.kept), path)
+            state.commit(plan, self.t.clamp(max=1), path)  # other numbers, neither none nor all
             engine.events["second commits"] += 1
 
     def _padded(self, x: Tensor, tokens: Tensor | slice) -> Tensor:

@@ -193,7 +193,7 @@ def test_speculation_counts_bytes_by_hand():
     of = of.and_a_step(4, 3, count=12, flush=0).and_a_step(2, 1, count=15, flush=1)
     assert of.acceptance == 2.0 and of.snapshots_avoided == 18
     assert (of.snapshot_bytes.read, of.snapshot_bytes.written) == (3 * 2 * 262144 / 4, 3 * 6 * 262144 / 4)
-    assert of.replay_bytes.read == 3 * (2 * 262144 + 12 * 2584 + 15 * 1568) / 4
+    assert of.replay_bytes.read == 3 * (3 * 262144 + 12 * 2584 + 15 * 1568) / 4
     assert of.replay_bytes.written == 3 * (6 * 3640 + 262144) / 4
     assert of.snapshot_memory == 3 * 5 * 262144 and of.replay_memory == 3 * (262144 + 20 * 3640)
 

@@ -16,6 +16,7 @@ from .config import config
 from .doctor import doctor
 from .drift import drift
 from .parity import parity
+from .patch import patch
 from .plan import plan
 from .refuse import PRESETS, refuse, with_transformers
 from .soak import soak
@@ -34,6 +35,7 @@ app.command()(doctor)
 app.command()(drift)
 app.command()(soak)
 app.command()(parity)
+app.command()(patch)
 
 
 @app.command()

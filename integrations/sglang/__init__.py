@@ -9,7 +9,11 @@ def activate() -> None:
     SGLang logs a plugin's errors and goes on without it. So an error is kept here, and a server that chose the backend is
     stopped with it while its arguments are resolved; a server that did not choose it runs as if nothing was installed.
     """
-    from . import arguments, names
+    from . import names
+
+    if names.present(names.BUILT_IN):
+        return
+    from . import arguments
 
     failure: Exception | None = None
     targets: list[str] = []

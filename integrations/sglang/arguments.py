@@ -66,15 +66,21 @@ def _parse_options(original: Callable[..., Any], cls: type, args: argparse.Names
 
 def _resolve(failure: Exception | None, targets: list[str], original: Callable[[Any], None], server_args: Any) -> None:
     """In the midst of SGLang's resolution of the server arguments: the one place where start-up is refused."""
-    check_place(server_args)
     if any(chosen(server_args)):
         missing = [target for target in targets if target not in HookRegistry._patched]
         if missing and failure is None:
             failure = RuntimeError(f"SGLang could not hook {', '.join(missing)}; its log says why")
         if failure is not None:
             raise RuntimeError(f"{NAME} cannot run here: {failure}") from failure
-        _decide(server_args, check(server_args))
+    resolve(server_args)
     original(server_args)
+
+
+def resolve(server_args: Any) -> None:
+    """Check the arguments of a server that chose us, and decide what follows from them; refuse settings without a choice."""
+    check_place(server_args)
+    if any(chosen(server_args)):
+        _decide(server_args, check(server_args))
 
 
 def _decide(server_args: Any, settings: Settings) -> None:

@@ -46,25 +46,25 @@ def register() -> list[str]:
     """Register the hooks; their targets are returned. Nothing is replaced before ``HookRegistry.apply_hooks``."""
     ssu_dispatch._BACKEND_REGISTRY[NAME] = ReplaySSU
     around: dict[str, Callable[..., Any]] = {
-        f"{names.CONFIGURATOR}._handle_max_mamba_cache": _size,
-        f"{names.REQUEST_POOL}._init_mamba_pool": _make_pool,
-        f"{names.GDN}.GDNKernelDispatcher.__init__": _dispatch,
-        f"{names.KDA}.KDAKernelDispatcher.__init__": _dispatch,
-        f"{names.HYBRID_BACKEND}.update_mamba_state_after_mtp_verify": _commit,
-        names.COMMIT: _accept,
-    } | dict.fromkeys(names.present(*names.DONATIONS), _donate)
+        f"{names.CONFIGURATOR}._handle_max_mamba_cache": size,
+        f"{names.REQUEST_POOL}._init_mamba_pool": make_pool,
+        f"{names.GDN}.GDNKernelDispatcher.__init__": dispatch,
+        f"{names.KDA}.KDAKernelDispatcher.__init__": dispatch,
+        f"{names.HYBRID_BACKEND}.update_mamba_state_after_mtp_verify": commit,
+        names.COMMIT: accept,
+    } | dict.fromkeys(names.present(*names.DONATIONS), donate)
     after = [f"{names.GDN}.GDNAttnBackend.__init__", f"{names.KDA}.KDAAttnBackend.__init__", f"{names.MAMBA2_BACKEND}.__init__"]
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     for target in after:
-        HookRegistry.register(target, _become, HookType.AFTER)
+        HookRegistry.register(target, become, HookType.AFTER)
     return [*around, *after]
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------------------
 
 
-def _size(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
+def size(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
     """SGLang divides memory: each slot is charged with our ring, and no state is set aside per draft."""
     linear, mamba2 = chosen(self.server_args)
     if self.is_draft_worker or not (linear or mamba2):
@@ -99,7 +99,7 @@ def _charged(extra: int):
         BaseLinearStateParams.mamba_cache_per_req = own
 
 
-def _make_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def make_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """The pool of the model that was sized is ours, and hears of the slots that its allocator gives away."""
     if sized.layout is None:
         original(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def replay_of(request_pool: Any) -> Replay | None:
     return getattr(getattr(request_pool, "mamba_pool", None), "replay", None)
 
 
-def _donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+def donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """The prefix cache takes the request's own slot, or copies it: its ring is folded first. With extra buffers, those."""
     request_pool = self.req_to_token_pool if hasattr(self, "req_to_token_pool") else self.cache.req_to_token_pool
     replay, slot = replay_of(request_pool), names.slot_of(req)
@@ -134,12 +134,12 @@ def _donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwa
 # ---- the backends ------------------------------------------------------------------------------------------------------
 
 
-def _dispatch(original: Callable[..., None], self: Any, decode_backend: LinearAttnKernelBackend, *rest: Any) -> None:
+def dispatch(original: Callable[..., None], self: Any, decode_backend: LinearAttnKernelBackend, *rest: Any) -> None:
     """SGLang calls a backend it does not know "custom", and has no kernel for it; ours comes later, in ``become``."""
     original(self, LinearAttnKernelBackend.TRITON if decode_backend.is_custom() else decode_backend, *rest)
 
 
-def _become(result: None, self: Any, model_runner: Any) -> None:
+def become(result: None, self: Any, model_runner: Any) -> None:
     """A backend over our pool becomes ours; a draft model's stays SGLang's."""
     if replay_of(model_runner.req_to_token_pool) is None or model_runner.is_draft_worker:
         return
@@ -152,7 +152,7 @@ def _become(result: None, self: Any, model_runner: Any) -> None:
 # ---- speculation -------------------------------------------------------------------------------------------------------
 
 
-def _accept(
+def accept(
     original: Callable[..., None],
     target_worker: Any,
     batch: Any,
@@ -170,7 +170,7 @@ def _accept(
     original(target_worker, batch, accept_lens, accept_index, draft_token_num, *args, **kwargs)
 
 
-def _commit(
+def commit(
     original: Callable[..., None],
     self: Any,
     last_correct_step_indices: Tensor,

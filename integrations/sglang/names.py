@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 SUPPORTED = SpecifierSet(">=0.5.17,<=0.5.23")
 
+BUILT_IN = "sglang.srt.layers.attention.linear.replayssm"  # a SGLang that was patched calls us itself
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 # The step of start-up that decides the recurrent layers' backends; takes the server arguments.
 RESOLUTION = (

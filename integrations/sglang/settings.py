@@ -76,9 +76,17 @@ def overrides_of(server_args: Any) -> dict[str, Any]:
     return json.loads(server_args.json_model_override_args or "{}")
 
 
+def given_of(server_args: Any) -> dict[str, Any] | None:
+    """What the user set, in the overrides or in fields of a SGLang that has ReplaySSM built in; None: nothing."""
+    values = {name: getattr(server_args, f"{NAME}_{name}", None) for name in Settings.model_fields}
+    fields = {name: value for name, value in values.items() if value is not None}
+    overrides = overrides_of(server_args)
+    return overrides.get(NAME, {}) | fields if fields or NAME in overrides else None
+
+
 def settings_of(server_args: Any) -> Settings:
     """The settings; ValueError names the option at fault."""
-    given = overrides_of(server_args).get(NAME, {})
+    given = given_of(server_args) or {}
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
@@ -91,7 +99,7 @@ def check_place(server_args: Any) -> None:
     for name in ("linear_attn_backend", "linear_attn_prefill_backend"):
         if getattr(server_args, name) == NAME:
             raise ValueError(f"--{name.replace('_', '-')} {NAME}: prefill is SGLang's own; use --linear-attn-decode-backend")
-    if NAME in overrides_of(server_args) and not any(chosen(server_args)):
+    if given_of(server_args) is not None and not any(chosen(server_args)):
         raise ValueError(f"{NAME} settings: expected --linear-attn-decode-backend {NAME} or --mamba-backend {NAME} with them")
 
 

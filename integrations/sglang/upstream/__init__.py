@@ -1,0 +1,143 @@
+"""SGLang with ReplaySSM built in: the recipe of ``replayssm patch sglang``. SGLang itself is not imported."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import resources
+
+from ....patches.edits import Edit, choice, decorated, entry, fields, statement
+from ....patches.recipe import Recipe, Section
+
+MODULE = "sglang.srt.layers.attention.linear.replayssm"
+IMPORT = f"from {MODULE.rpartition('.')[0]} import replayssm"
+ARGUMENTS = "srt/arg_groups/fields/exec_.py"
+
+MESSAGE = """Add ReplaySSM decode backends for GDN, KDA and Mamba-2 layers
+
+`--linear-attn-decode-backend replayssm` and `--mamba-backend replayssm` decode
+recurrent layers from a checkpoint of the state and a ring of the inputs since,
+which is folded into the state once per window. Draft tokens are verified from
+the ring, without a state per draft. Prefill, prefix cache, retraction and
+transfers find exact states.
+
+The recurrence, its kernels and the pool come from the package `replayssm`,
+which is imported in servers that choose it and in no others; with the options
+off no code path changes.
+"""
+
+OPTIONS = """
+replayssm_window: A[
+    Optional[int],
+    "Most tokens between folds of a request's recurrent state with the replayssm backends (default: 16); at least the draft tokens of a step.",
+] = None
+replayssm_checkpoint: A[
+    Optional[str],
+    Arg(
+        help="Format of the recurrent states with the replayssm backends; fp16+sr rounds stochastically. If not set, follows --mamba-ssm-dtype or the model.",
+        choices=["fp32", "bf16", "fp16", "fp16+sr"],
+    ),
+] = None
+replayssm_read: A[
+    Optional[str],
+    Arg(
+        help="Format of a copy of the recurrent states that decoding reads with the replayssm backends (default: none).",
+        choices=["e4m3", "int8", "nvfp4"],
+    ),
+] = None
+replayssm_u: A[
+    Optional[str],
+    Arg(
+        help="Dtype of the delta rule's readout helper with the replayssm backends (default: float16, with float32 activations float32).",
+        choices=["fp32", "bf16", "fp16"],
+    ),
+] = None
+"""  # noqa: E501 - SGLang writes helps in one line
+
+DOCS = """## ReplaySSM for recurrent layers
+
+`--linear-attn-decode-backend replayssm` (GDN, KDA) and `--mamba-backend replayssm` (Mamba-2) decode from a checkpoint of \
+the recurrent state and a ring of the inputs since. The ring is folded into the state once per window \
+(`--replayssm-window`, default 16), so that most steps do not write the state. Draft tokens are verified from the ring, \
+without a state per draft. `--replayssm-checkpoint` sets the states' format, `--replayssm-read` adds a compact copy that \
+decoding reads. Install the kernels with `pip install replayssm`. CUDA only.
+
+```bash
+python -m sglang.launch_server --model-path Qwen/Qwen3-Next-80B-A3B-Instruct --linear-attn-decode-backend replayssm
+```
+"""
+
+
+def _around(file: str, anchor: str, hook: str, what: str) -> Edit:
+    return Edit(file, anchor, what, decorated(f'replayssm.around("{hook}")'), (IMPORT,))
+
+
+def _become(file: str, backend: str) -> Edit:
+    what = f"{backend} over a pool of ReplaySSM becomes ReplaySSM's"
+    return Edit(file, f"{backend}.__init__", what, statement("replayssm.become(self, model_runner)"), (IMPORT,))
+
+
+GDN = "srt/layers/attention/linear/gdn_backend.py"
+KDA = "srt/layers/attention/linear/kda_backend.py"
+HYBRID = "srt/layers/attention/hybrid_linear_attn_backend.py"
+DISPATCH = "an own decode backend is no error: ReplaySSM's kernel takes the place of Triton's"
+
+EDITS = (
+    Edit(ARGUMENTS, "ExecMamba.mamba_backend", "--mamba-backend replayssm", choice("replayssm")),
+    Edit(ARGUMENTS, "ExecMamba.linear_attn_decode_backend", "--linear-attn-decode-backend replayssm", choice("replayssm")),
+    Edit(ARGUMENTS, "ExecMamba", "options --replayssm-window, -checkpoint, -read, -u", fields(OPTIONS)),
+    Edit(
+        "srt/arg_groups/mamba_hook.py", "handle_mamba_backend", "the options are validated where the Mamba backend's are",
+        statement("replayssm.resolve(server_args)", first=True), (IMPORT,),
+    ),
+    Edit(
+        "kernels/ops/mamba/triton_ops/ssu_dispatch.py", "_BACKEND_REGISTRY", "Mamba-2's state update by name",
+        entry("replayssm", "replayssm.state_update"), (IMPORT,),
+    ),
+    _around(GDN, "GDNKernelDispatcher.__init__", "dispatch", DISPATCH),
+    _become(GDN, "GDNAttnBackend"),
+    _around(KDA, "KDAKernelDispatcher.__init__", "dispatch", DISPATCH),
+    _become(KDA, "KDAAttnBackend"),
+    _become(HYBRID, "Mamba2AttnBackend"),
+    _around(
+        HYBRID, "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify", "commit",
+        "accepted drafts move the ring's cursors; convolution windows stay SGLang's",
+    ),
+    _around(
+        "srt/speculative/spec_utils.py", "commit_mamba_states_after_verify", "accept",
+        "which drafts of a tree were accepted is kept for the commit",
+    ),
+    _around(
+        "srt/mem_cache/kv_cache_configurator.py", "KVCacheConfigurator._handle_max_mamba_cache", "size",
+        "the memory budget counts rings, and no state per draft",
+    ),
+    _around(
+        "srt/mem_cache/memory_pool.py", "HybridReqToTokenPool._init_mamba_pool", "make_pool",
+        "the pool has rings beside its states",
+    ),
+    _around(
+        "srt/mem_cache/unified_cache/components/mamba.py", "MambaComponent.prepare_for_caching_req", "donate",
+        "a request's ring is folded before the prefix cache takes its slot",
+    ),
+)  # fmt: skip
+
+
+def recipe(style: str) -> Recipe:
+    """The kernels as a dependency ("depend"); NotImplementedError for any other style."""
+    if style != "depend":
+        raise NotImplementedError(f"style: supported for sglang is depend, got {style!r}")
+    text = partial(_text, resources.files(__package__) / "files")
+    return Recipe(
+        package="sglang", distribution="sglang", home="python", message=MESSAGE, edits=EDITS,
+        files={f"{MODULE.partition('.')[2].replace('.', '/')}.py": text("replayssm.py")},
+        beside={"test/registered/unit/layers/test_replayssm_backend.py": text("test_replayssm_backend.py")},
+        sections=(
+            Section(
+                "docs_new/docs/advanced_features/attention_backend.mdx", DOCS.splitlines()[0], DOCS,
+                "a paragraph on the backends and their options",
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _text(folder: resources.abc.Traversable, name: str) -> str:
+    return (folder / name).read_text()

@@ -1,0 +1,188 @@
+"""Recipes over syntax trees: what each edit does, that doing it twice does nothing, and what a missing anchor says."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+cst = pytest.importorskip("libcst")
+
+from replayssm.patches.edits import Edit, Missing, choice, decorated, entry, fields, statement
+from replayssm.patches.recipe import Recipe, Section, locate, mail, make
+
+SOURCE = '''"""A module."""
+
+import logging
+
+from engine.cache import Pool
+from engine.zoo import (
+    Animal,
+)
+
+KINDS = {
+    "a": Pool,
+    "b": Animal,
+}
+
+
+class Options:
+    backend: A[str, Arg(help="which", choices=["a", "b"])] = "a"
+    decode: A[str, Arg(choices=KINDS)] = "a"
+
+
+class Cache:
+    def __init__(self, size):
+        """Make one."""
+        self.size = size  # as given
+
+    @property
+    def free(self):
+        return self.size
+'''
+
+EDITS = {
+    "choice of a list": (
+        Edit("m.py", "Options.backend", "", choice("ours")),
+        ('choices=["a", "b"]', 'choices=["a", "b", "ours"]'),
+    ),
+    "choice of a name": (Edit("m.py", "Options.decode", "", choice("ours")), ("choices=KINDS", 'choices=KINDS + ["ours"]')),
+    "fields": (
+        Edit("m.py", "Options", "", fields("window: int = 16\nbackend: int = 0\n")),
+        ('(choices=KINDS)] = "a"\n', '(choices=KINDS)] = "a"\n    window: int = 16\n'),
+    ),
+    "entry": (Edit("m.py", "KINDS", "", entry("ours", "our.Pool")), ("Animal,\n}", 'Animal,\n    "ours": our.Pool,\n}')),
+    "decorator": (
+        Edit("m.py", "Cache.free", "", decorated('our.around("free")')),
+        ("@property\n", '@property\n    @our.around("free")\n'),
+    ),
+    "last statement": (
+        Edit("m.py", "Cache.__init__", "", statement("our.become(self)")),
+        ("# as given\n", "# as given\n        our.become(self)\n"),
+    ),
+    "first statement": (
+        Edit("m.py", "Cache.__init__", "", statement("our.check(size)", first=True)),
+        ("        self.size =", "        our.check(size)\n        self.size ="),
+    ),
+    "import between": (
+        Edit("m.py", "Cache", "", lambda node: node, ("from engine.layers import our",)),
+        ("import Pool\n", "import Pool\nfrom engine.layers import our\n"),
+    ),
+    "import before": (
+        Edit("m.py", "Cache", "", lambda node: node, ("from engine.ant import our",)),
+        ("\nfrom engine.cache", "\nfrom engine.ant import our\nfrom engine.cache"),
+    ),
+    "import of another package": (
+        Edit("m.py", "Cache", "", lambda node: node, ("from our import x",)),
+        (")\n\nKINDS", ")\n\nfrom our import x\n\nKINDS"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edit(name):
+    edit, (old, new) = EDITS[name]
+    assert SOURCE.count(old) == 1
+    changed = edit(cst.parse_module(SOURCE))
+    assert changed.code == SOURCE.replace(old, new)
+    assert edit(changed).code == changed.code
+
+
+@pytest.mark.parametrize("anchor", ["Cache.size", "Options.free", "free", "Cache.__init__.size"])
+def test_missing_anchor(anchor):
+    with pytest.raises(Missing, match=rf"{anchor}: expected one definition, got 0"):
+        Edit("m.py", anchor, "", decorated("x"))(cst.parse_module(SOURCE))
+
+
+def test_names_elsewhere_are_no_anchor():
+    elsewhere = "def free():\n    pass\n\n\nclass Other:\n    def free(self):\n        pass\n\n\n"
+    source = elsewhere + SOURCE.replace(
+        "    def __init__", "    def Cache(self):\n        def free():\n            pass\n\n    def __init__"
+    )
+    changed = Edit("m.py", "Cache.free", "", decorated("x"))(cst.parse_module(source))
+    assert changed.code == source.replace("@property\n", "@property\n    @x\n")
+
+
+def test_ambiguous_anchor():
+    with pytest.raises(Missing, match="Cache: expected one definition, got 2"):
+        Edit("m.py", "Cache", "", fields("x: int = 1"))(cst.parse_module(SOURCE + "\n\nclass Cache:\n    pass\n"))
+
+
+@pytest.mark.parametrize(
+    ("anchor", "change", "says"),
+    [
+        ("Options.backend", entry("a", "b"), "Dict: expected"),
+        ("Options.backend", choice("a"), "choices= of backend: expected one, got 0"),
+        ("KINDS", choice("a"), "AnnAssign: expected"),
+        ("Cache", decorated("a"), "FunctionDef: expected"),
+        ("Cache", statement("a"), "FunctionDef: expected"),
+        ("Cache.free", fields("a = 1"), "ClassDef: expected"),
+    ],
+)
+def test_anchor_of_another_shape(anchor, change, says):
+    with pytest.raises(Missing, match=says):
+        Edit("m.py", anchor, "", change)(cst.parse_module(SOURCE.replace("choices=", "options=")))
+
+
+# ---- whole patches -----------------------------------------------------------------------------------------------------
+
+RECIPE = Recipe(
+    package="engine", distribution="engine", home="python", message="Add ours\n\nWhy.\n",
+    edits=tuple(edit for edit, _ in EDITS.values()), files={"our.py": '"""Ours. All of it."""\n'},
+    beside={"tests/test_our.py": "assert True\n"}, sections=(Section("docs/page.md", "## Ours", "## Ours\n\nText.\n", "docs"),),
+)  # fmt: skip
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    package = tmp_path / "python" / "engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "m.py").write_text(SOURCE)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("# Page\n\nwithout its last line's end\fand a form feed")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "-qm", "all")
+    git(tmp_path, "tag", "v7")
+    return tmp_path
+
+
+def git(root, *args, **kwargs):
+    return subprocess.run(["git", "-C", root, *args], check=True, capture_output=True, text=True, **kwargs).stdout
+
+
+def test_patch_applies_and_is_complete(checkout):
+    source = locate(checkout, RECIPE)
+    patch = make(source, RECIPE)
+    git(checkout, "apply", "--check", "-", input=mail(patch, RECIPE, source))
+    git(checkout, "apply", "-", input=mail(patch, RECIPE, source))
+    assert {file: (checkout / file).read_text() for file in patch.files} == patch.files
+    assert (checkout / "docs/page.md").read_text().endswith("feed\n\n## Ours\n\nText.\n")
+    assert {step.done for step in patch.steps} == {"changed", "added"}
+    again = make(source, RECIPE)
+    assert again.diff == "" and again.files == {} and {step.done for step in again.steps} == {"already there"}
+
+
+def test_installed_package(checkout):
+    for path in (checkout / "python", checkout / "python" / "engine"):
+        source = locate(path, RECIPE)
+        assert not source.checkout and source.root == (checkout / "python").resolve()
+        patch = make(source, RECIPE)
+        assert set(patch.files) == {"engine/m.py", "engine/our.py"}
+        assert [step.file for step in patch.steps if step.done == "left out"] == ["tests/test_our.py", "docs/page.md"]
+
+
+def test_missing_anchor_names_file_and_version(checkout):
+    file = checkout / "python/engine/m.py"
+    file.write_text(SOURCE.replace("def free", "def available"))
+    with pytest.raises(LookupError, match=r"python/engine/m.py: anchor Cache.free: expected one .*, got 0 \(engine v7\)"):
+        make(locate(checkout, RECIPE), RECIPE)
+    file.unlink()
+    with pytest.raises(LookupError, match=r"m.py: anchor Options.backend: no such file \(engine v7\)"):
+        make(locate(checkout, RECIPE), RECIPE)
+
+
+def test_no_engine_there(tmp_path):
+    with pytest.raises(ValueError, match="source: expected a checkout with python/engine"):
+        locate(tmp_path, RECIPE)

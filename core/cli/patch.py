@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,9 @@ def patch(
         bool, typer.Option("--check", help="Say whether every anchor is found; print and write no patch.")
     ] = False,
     style: Annotated[str, typer.Option(help="depend: the kernels come from this package. vendor: they are copied.")] = "depend",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report and the patch, null with --check, as one JSON object.")
+    ] = False,
 ) -> None:
     """Print a patch that builds ReplaySSM into an engine's source, which itself is not written. The report is on stderr.
 
@@ -49,13 +53,16 @@ def patch(
         raise typer.Exit(1) from None
     except (ValueError, NotImplementedError) as error:
         refuse(error)
-    console.print(f"{engine} {found.version} in {found.root}", markup=False)
-    for step in made.steps:
-        console.print(f"{step.file}: {step.done}: {step.what}", markup=False)
-    if check:
-        return
-    text = recipe.mail(made, changes, found) if made.diff else ""
-    if out is None:
-        print(text, end="")
+    text = None if check else recipe.mail(made, changes, found) if made.diff else ""
+    if as_json:
+        steps = [{"file": step.file, "done": step.done, "what": step.what} for step in made.steps]
+        head = {"engine": engine, "version": str(found.version), "source": str(found.root)}
+        print(json.dumps(head | {"steps": steps, "patch": text}, indent=2))
     else:
+        console.print(f"{engine} {found.version} in {found.root}", markup=False)
+        for step in made.steps:
+            console.print(f"{step.file}: {step.done}: {step.what}", markup=False)
+    if out is not None and text is not None:
         out.write_text(text, newline="")
+    elif text is not None and not as_json:
+        print(text, end="")

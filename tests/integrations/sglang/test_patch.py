@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -89,6 +90,13 @@ def test_twice_changes_nothing(patched):
 def test_check_prints_no_patch(original):
     done = patch(original, "--check")
     assert done.exit_code == 0 and done.stdout == "" and done.stderr.count(": changed: ") == len(EDITS) + 1
+
+
+def test_json(original):
+    done = patch(original, "--json", "--check")
+    found = json.loads(done.stdout)
+    assert found["engine"] == "sglang" and found["version"] and found["patch"] is None
+    assert {step["done"] for step in found["steps"]} and all(step["file"] and step["what"] for step in found["steps"])
 
 
 def test_missing_anchor_writes_nothing(original, tmp_path):

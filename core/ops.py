@@ -53,7 +53,7 @@ def plan(
         rules.plan(slots, t, force, cu_seqlens, cursors, out, T, layout, parents, tree)
 
 
-def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, layout: Layout, backend: str) -> None:
+def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, backend: str) -> None:
     """Move the cursors of the plan's pending slots by ``accepted`` [B] tokens (None: all); again changes nothing."""
     if plan.shape[0]:
         _cursor_backend(backend).commit(plan, accepted, cursors)
@@ -232,8 +232,8 @@ def _compact_op(plan_rows, path, accepted, *rest):
 
 
 def _commit_op(plan_rows, accepted, *rest):
-    *cursors, layout, backend = rest
-    commit(plan_rows, accepted, Cursors(*cursors), Layout.parse(layout), backend)
+    *cursors, _, backend = rest
+    commit(plan_rows, accepted, Cursors(*cursors), backend)
 
 
 def _conv_op(plan_rows, tree, layer, x, weight, bias, ring, out, T, silu, layout, backend):

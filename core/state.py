@@ -283,7 +283,7 @@ class ReplayState:
         if compiling:
             torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
         else:
-            ops.commit(plan.rows, accepted, self.cursors, self.layout, self.backend)
+            ops.commit(plan.rows, accepted, self.cursors, self.backend)
 
     # ---- between steps -------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class ReplayState:
         else:
             ops.plan(slots, None, force, None, self.cursors, rows, 0, self.layout, self.backend)
             self._flush(rows)
-            ops.commit(rows, None, self.cursors, self.layout, self.backend)
+            ops.commit(rows, None, self.cursors, self.backend)
 
     def _flush(self, rows: Tensor) -> None:
         """Fold the rings of a plan's flushing rows, all layers."""

@@ -66,6 +66,22 @@ def test_forced_flush_at_any_count(case, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", SMALL, ids=str)
+def test_a_dropped_plan_folds_nothing_twice(case, backend):
+    """A plan that flushes and is neither run nor committed: outputs and states go on as if it had not been."""
+    W = 3
+    run = Requests(case.layout(W=W), [2, 0], backend, debug=False)
+    for _ in range(W):
+        run.decode([2, 0])
+    for force in ([1, 0], [1, 1]):
+        run.state.plan(run.tensor([2, 0]), force=run.tensor(force))
+    assert run.state.cursors.count.cpu()[[2, 0]].tolist() == [0, 0]
+    for _ in range(2):
+        run.decode([0, 2])
+    run.check(BOUND)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_window_of_one_is_the_plain_recurrence(case, backend):
     """W = 1 folds one record a step: its checkpoint is the conventional fp32 state of a token ago."""
     run = Requests(case.layout(W=1), [0], backend)

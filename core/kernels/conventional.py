@@ -21,6 +21,7 @@ from .recurrence import (
     readout,
     scaled,
     store_chunks,
+    store_output,
     token,
     updated,
 )  # fmt: skip
@@ -34,17 +35,6 @@ def keyed_rng(seed, slot):
     else:
         key = tl.load(seed)
         return slot.to(tl.int32), key.to(tl.int32), (key >> 32).to(tl.int32)
-
-
-@triton.jit
-def emit(o, v, x, w, out, n, i_h, o_v):
-    """A token's output for a tile of V, after the epilogue."""
-    if w.D is not None:
-        o += tl.load(w.D + i_h).to(tl.float32) * v
-    if x.z is not None:
-        z = tl.load(token(x.z, n, i_h) + o_v).to(tl.float32)
-        o *= z * tl.sigmoid(z)
-    tl.store(token(out, n, i_h) + o_v, o.to(out.ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -87,7 +77,7 @@ def _conventional_kernel(
         if out is not None:
             q = load_chunks(token(x.q, n, i_g), True, d)
             q = scaled(q, d.SCALE * inverse_norm(q, d), d)
-            emit(readout(s, q, d), v, x, w, out, n, i_h, o_v)
+            store_output(readout(s, q, d), v, x, w, out, n, i_h, o_v)
         if trail is not None:
             to_slot = tl.load(to + i_b * T + i).to(tl.int64)
             if to_slot >= 0:

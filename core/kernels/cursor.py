@@ -101,7 +101,7 @@ def _plan_kernel(
     tl.store(plan + rank * WIDTH + 9, i_b, mask=m_b)
     tl.store(p + 13, flushing, mask=m_b)
     # The flush is part of planning: a plan that is dropped leaves its slots folded, and the next one finds them so.
-    start, count = committed(start, count, flush, (1 - flush) * 0, R)
+    start, count = committed(start, count, flush, 0, R)
     tl.store(cursors.start + slot, start, mask=live)
     tl.store(cursors.count + slot, count, mask=live)
     tl.store(cursors.flushes + slot, flushes + flush, mask=live)

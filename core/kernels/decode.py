@@ -33,6 +33,7 @@ from .recurrence import (
     load_stored,
     readout,
     scaled,
+    store_output,
     token,
     widened,
     wrap,
@@ -127,13 +128,7 @@ def emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_
     """The token's u and output for a tile of V, both stored; the raw v and u appended to the ring."""
     v = tl.load(token(x.v, n, i_h) + o_v).to(tl.float32)
     u = beta * (v - p_k)
-    o = p_q + u * kq
-    if w.D is not None:
-        o += tl.load(w.D + i_h).to(tl.float32) * v
-    if x.z is not None:
-        z = tl.load(token(x.z, n, i_h) + o_v).to(tl.float32)
-        o *= z * tl.sigmoid(z)
-    tl.store(token(out, n, i_h) + o_v, o.to(out.ptr.dtype.element_ty))
+    store_output(p_q + u * kq, v, x, w, out, n, i_h, o_v)
     p_v = at(pool.v, layer, slot, i_h) + append * pool.v.row
     tl.store(p_v + o_v, v.to(pool.v.ptr.dtype.element_ty))
     if d.DELTA:

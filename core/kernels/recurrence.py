@@ -305,3 +305,14 @@ def readout(s, x, d):
     for i_k in tl.static_range(1, d.K // d.BLOCK_K):
         total += s[i_k] * x[i_k][None, :]
     return tl.sum(total, 1)
+
+
+@triton.jit
+def store_output(o, v, x, w, out, n, i_h, o_v):
+    """A token's output for a tile of V, after the epilogue: o + D v, then * silu(z)."""
+    if w.D is not None:
+        o += tl.load(w.D + i_h).to(tl.float32) * v
+    if x.z is not None:
+        z = tl.load(token(x.z, n, i_h) + o_v).to(tl.float32)
+        o *= z * tl.sigmoid(z)
+    tl.store(token(out, n, i_h) + o_v, o.to(out.ptr.dtype.element_ty))

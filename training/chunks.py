@@ -1,4 +1,5 @@
-"""The many-token recurrences of training: flash-linear-attention's where it is installed and agrees, else transformers'."""
+"""The many-token recurrences of training: matrix products, or flash-linear-attention's kernels where they are
+installed; what does not agree with transformers' code is not used."""
 
 from __future__ import annotations
 
@@ -23,31 +24,33 @@ TOLERANCE = 5e-2  # bf16 inputs; a wrong kernel errs by 1
 def install(family: str, device: str) -> str:
     """Replace the family's chunk function in transformers' module; returns what computes it from now on.
 
-    Gated DeltaNet runs as KDA with equal decays: its own backward kernel is refused on Hopper with Triton 3.4 to 3.7.
+    Gated DeltaNet runs as KDA with equal decays: its own backward kernel is refused on Hopper with Triton 3.4 to 3.7. Mamba-2
+    needs none of that package.
     """
     folder = MODULES[family]
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     plain = inspect.unwrap(getattr(module, NAMES[family]))
     chunk, kind = plain, "transformers' torch code"
-    if family != "mamba2":  # whose [64, 64, K] decays per chunk fill the memory otherwise
-        chunk = partial(checkpoint, plain, use_reentrant=False)
-    if device != "cpu":
-        fast = _flash_linear_attention(family)
+    if family == "mamba2":
+        if _agree(_ssd, plain, family, device):
+            chunk, kind = _ssd, "matrix products of chunks"
+    else:
+        chunk = partial(checkpoint, plain, use_reentrant=False)  # [64, 64, K] decays per chunk fill the memory otherwise
+        fast = _flash_linear_attention() if device != "cpu" else None
         if fast is not None and _agree(fast, plain, family, device):
             chunk, kind = fast, "flash-linear-attention's kernels"
     setattr(module, NAMES[family], _without_autocast(chunk, device))
     return kind
 
 
-def _flash_linear_attention(family: str) -> Callable | None:
-    """The family's chunk function by that package, or None without it."""
+def _flash_linear_attention() -> Callable | None:
+    """The chunk function of GDN and KDA by that package, or None without it."""
     try:
         from fla.ops.kda import chunk_kda
-        from fla.ops.simple_gla import chunk_simple_gla
     except ImportError:
         return None
     _untuned("fla")
-    return _as_simple_gla(chunk_simple_gla) if family == "mamba2" else _as_kda(chunk_kda)
+    return _as_kda(chunk_kda)
 
 
 def _untuned(package: str) -> None:
@@ -79,20 +82,34 @@ def _as_kda(chunk_kda: Callable) -> Callable:
     return chunk
 
 
-def _as_simple_gla(chunk_simple_gla: Callable) -> Callable:
-    def chunk(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
-              dt_limit=(0.0, float("inf")), return_final_states=False, **kwargs):  # fmt: skip
-        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        dt = (F.softplus(dt) if dt_softplus else dt).float().clamp(*dt_limit)
-        heads = hidden_states.shape[2] // B.shape[2]
-        q, k = (x.bfloat16().repeat_interleave(heads, 2) for x in (C, B))
-        v = (hidden_states * dt[..., None]).bfloat16()
-        states = {"initial_state": initial_states, "output_final_state": True, "state_v_first": True}
-        o, state = chunk_simple_gla(q, k, v, A.float() * dt, scale=1.0, **states)
-        o = o if D is None else o + D[..., None] * hidden_states
-        return (o, state) if return_final_states else o
-
-    return chunk
+def _ssd(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
+         dt_limit=(0.0, float("inf")), return_final_states=False, **kwargs):  # fmt: skip
+    """Mamba-2 as matrix products of chunks ("Transformers are SSMs", listing 1); transformers' code forms them elementwise."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).float().clamp(*dt_limit)
+    heads, tokens = hidden_states.shape[2] // B.shape[2], hidden_states.shape[1]
+    short = -tokens % chunk_size  # padding neither decays nor adds
+    chunked = (F.pad(x, (0, 0) * (x.dim() - 2) + (0, short)).unflatten(1, (-1, chunk_size)) for x in (hidden_states, dt, B, C))
+    x, step, k, q = chunked
+    k, q = (one.repeat_interleave(heads, 3) for one in (k, q))
+    total = (A.float() * step).cumsum(2).transpose(2, 3)  # [B, chunks, H, tokens]
+    v = (x * step[..., None]).to(x.dtype)
+    lower = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).tril()
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+    inside = torch.einsum("bclhk,bcshk->bchls", q, k) * decay
+    o = torch.einsum("bchls,bcshv->bclhv", inside.to(v.dtype), v)
+    to_end = (total[..., -1:] - total).exp().transpose(2, 3)[..., None]
+    added = torch.einsum("bcshv,bcshk->bchvk", v, (k * to_end).to(v.dtype)).float()
+    state = torch.zeros_like(added[:, 0]) if initial_states is None else initial_states.float()
+    before = []
+    for chunk in range(added.shape[1]):
+        before.append(state)
+        state = state * total[:, chunk, :, -1].exp()[..., None, None] + added[:, chunk]
+    from_start = (q * total.exp().transpose(2, 3)[..., None]).to(v.dtype)
+    o = o + torch.einsum("bclhk,bchvk->bclhv", from_start, torch.stack(before, 1).to(v.dtype))
+    o = o.flatten(1, 2)[:, :tokens]
+    o = o if D is None else o + D[..., None] * hidden_states
+    return (o, state) if return_final_states else o
 
 
 def _case(family: str, device: str) -> tuple[list[Tensor], Callable[[Callable, list[Tensor]], tuple[Tensor, Tensor]]]:
@@ -131,8 +148,8 @@ def _agree(ours: Callable, plain: Callable, family: str, device: str) -> bool:
     try:
         pairs = list(zip(results(ours), results(plain), strict=True))
     except Exception as error:  # kernels of another project: whatever they raise, transformers' code remains
-        print(f"flash-linear-attention: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        print(f"{family}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return False
     errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
-    print("flash-linear-attention, relative differences:", " ".join(f"{error:.1e}" for error in errors), flush=True)
+    print("relative differences from transformers:", " ".join(f"{error:.1e}" for error in errors), flush=True)
     return all(error < TOLERANCE for error in errors)

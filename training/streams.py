@@ -16,7 +16,8 @@ from replayssm.integrations.transformers.recall import Woven, weave
 
 SHARES = {"austen": 0.4, "shakespeare": 0.1, "bible": 0.15, "psalms": 0.2, "henry": 0.1, "devil": 0.05}  # of the excerpts
 EXCERPT = (16_384, 131_072)  # characters, log-uniform
-LOSS_WEIGHTS = (1.0, 0.2, 4.0)  # of text, facts and questions, answers: names and numbers of facts cannot be predicted
+EVERY = (40, 400)  # characters between facts, log-uniform over excerpts
+LOSS_WEIGHTS = (1.0, 0.2, 4.0)  # of text, facts and questions, answers: names and letters of facts cannot be predicted
 
 
 class Streams(IterableDataset):
@@ -55,7 +56,8 @@ def _excerpt(texts: dict[str, str], chance: random.Random) -> Woven:
     text = texts[chance.choices(list(SHARES), list(SHARES.values()))[0]]
     size = int(math.exp(chance.uniform(*map(math.log, EXCERPT))))
     start = text.find("\n", chance.randrange(max(1, len(text) - size))) + 1
-    return weave(text[start : start + size].splitlines(keepends=True), chance)
+    every = int(math.exp(chance.uniform(*map(math.log, EVERY))))
+    return weave(text[start : start + size].splitlines(keepends=True), chance, every)
 
 
 _TOKENS = torch.tensor([tokenizer().encode(chr(code))[0] for code in range(128)])

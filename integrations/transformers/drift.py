@@ -61,7 +61,7 @@ def texts(text: str, tokenizer: Any, rows: int, length: int) -> Texts:
         coded = tokenizer(part.text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
         starts, ends = zip(*coded["offset_mapping"], strict=True) if coded["offset_mapping"] else ((), ())
         tokens.append(coded["input_ids"][: length + 1])
-        spans = ((bisect_right(ends, at), bisect_left(starts, at + 2) - 1) for at, _ in part.questions)
+        spans = ((bisect_right(ends, at), bisect_left(starts, at + 1) - 1) for at, _ in part.questions)
         answers += [(row, first, last) for first, last in spans if last <= length]
     shortest = min(map(len, tokens)) - 1
     if shortest < length:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import math
 import random
+import string
 from collections.abc import Iterable
 from typing import NamedTuple
 
 TEXT, TASK, ANSWER = range(3)  # what a character is: of the text, of a fact or question, of the answer to one
-CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"
 
 
 class Question(NamedTuple):
-    """One question: where its answer's two digits stand, and how many characters before them the fact stood."""
+    """One question: where its answer, a letter, stands, and how many characters before it the fact's stood."""
 
     answer: int
     distance: int
@@ -28,7 +28,7 @@ class Woven(NamedTuple):
 
 
 def weave(lines: Iterable[str], chance: random.Random, every: int = 200, longest: int = 4096) -> Woven:
-    """State a fact, ``[kora: 47]``, about every ``every`` characters, and ask for each once, ``[kora? 47]``.
+    """State a fact, ``[ko:q]``, about every ``every`` characters, and ask for each once, ``[ko?q]``.
 
     Args:
         lines: of a text without square brackets, line ends included.
@@ -49,17 +49,16 @@ def weave(lines: Iterable[str], chance: random.Random, every: int = 200, longest
     for line in lines:
         add(line, TEXT)
         while due and due[0][0] <= at:
-            _, name, number, stated = heapq.heappop(due)
-            add(f"[{name}? ", TASK)
+            _, name, letter, stated = heapq.heappop(due)
+            add(f"[{name}?", TASK)
             questions.append(Question(at, at - stated))
-            add(number, ANSWER)
+            add(letter, ANSWER)
             add("]\n", TASK)
         if chance.random() * every < len(line):
-            name = "".join(chance.choice(letters) for letters in (CONSONANTS, VOWELS, CONSONANTS, VOWELS))
+            name, letter = "".join(chance.choices(string.ascii_lowercase, k=2)), chance.choice(string.ascii_lowercase)
             if any(name == other for _, other, _, _ in due):
                 continue
-            number = str(chance.randrange(10, 100))
-            add(f"[{name}: ", TASK)
-            heapq.heappush(due, (at + math.exp(chance.uniform(math.log(32), math.log(longest))), name, number, at))
-            add(f"{number}]\n", TASK)
+            add(f"[{name}:", TASK)
+            heapq.heappush(due, (at + math.exp(chance.uniform(math.log(32), math.log(longest))), name, letter, at))
+            add(f"{letter}]\n", TASK)
     return Woven("".join(pieces), b"".join(kinds), questions)

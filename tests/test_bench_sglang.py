@@ -1,6 +1,7 @@
 """`replayssm bench sglang` without SGLang: measuring, comparing, models' shapes, what is refused and written."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -93,3 +94,27 @@ def test_rows_are_written_as_measured_and_not_measured_again(tmp_path):
     assert "speculative" not in json.loads(path.read_text())["rows"][0]
     again = _Results(path, {})
     assert again.has("a", 1, "ours", False) and again.has("a", 1, "ours", True) and not again.has("a", 2, "ours", False)
+
+
+def test_processes_that_share_a_gpu_wait_for_all_and_measure_alone(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from replayssm.bench.sglang.turns import Turns
+
+    begun, inside = [], []
+
+    def measure(number):
+        one = Turns(str(tmp_path), number, 4)
+        if number == 3:
+            return one.ready()  # failed
+        one.wait(0.01)
+        begun.append(len(list(tmp_path.glob("ready-*"))))
+        for _ in range(3):
+            with one.alone():
+                inside.append(number)
+                time.sleep(0.01)
+                assert inside.pop() == number and not inside
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(measure, range(4)))
+    assert begun == [4] * 3

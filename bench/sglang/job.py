@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[lis
 
 def speed(
     folder: Path, options: list[str], batches: list[int], length: int, settle: int, steps: int, profiled: int, tokens: int,
-    device: str = "cuda",
+    device: str = "cuda", turns: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row a batch: milliseconds per step, tokens per second, requests that fit.
 
@@ -32,14 +33,20 @@ def speed(
         length: tokens of a prompt.
         settle, steps, profiled: see Meter.
         tokens: most that a request generates in a step.
+        turns: this process's Turns, where others share the GPU.
     """
     from .meter import Meter
     from .requests import Request
     from .serving import Server
+    from .turns import Turns
 
     server = Server(folder, options)
     vocabulary = server.scheduler.model_config.vocab_size
     fit = min(server.scheduler.max_running_requests, server.pool.size)
+    shared = None if turns is None else Turns(**turns)
+    if shared is not None:  # what is compiled at first use is compiled now
+        server.run([Request(prompt, 8, logits=False) for prompt in prompts(min(fit, max(batches)), length, vocabulary)])
+        shared.wait()
     for batch in batches:
         if batch > fit:
             yield {"batch": batch, "max_requests": fit, "skipped": f"{fit} requests fit"}
@@ -49,7 +56,8 @@ def speed(
         requests = [
             Request(prompt, enough, logits=False, reserved=True) for prompt in prompts(batch, length, vocabulary, batch)
         ]
-        server.run(requests, meter)
+        with nullcontext() if shared is None else shared.alone():
+            server.run(requests, meter)
         yield {
             "batch": batch, "ms_per_step": meter.busy_ms, "wall_ms_per_step": meter.wall_ms,
             "tokens_per_s": meter.tokens_per_s, "max_requests": fit,

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .job import MARK
 from .modes import DRAFT_TOKENS, OURS, options
+from .turns import Turns
 
 # The same for all modes. Of the attention and sampling kernels those that come without compiled packages; sampling is
 # greedy, and no answer is streamed while requests are decoded.
@@ -21,30 +23,44 @@ GPU = (
     "--chunked-prefill-size=8192", "--mamba-ssm-dtype=float32", "--random-seed=0", "--log-level=info",
 )  # fmt: skip
 
+PROMPT = 64  # tokens
 
 # What rounding makes of log-probabilities: other activations of the last bit make others of it, layer by layer.
 TIES = {"float32": 2e-3, "bfloat16": 0.25}
 
 
 def speed(
-    folder: Path, mode: str, batches: list[int], speculative: bool, settle: int, steps: int, profiled: int, memory: float
-) -> dict[str, Any]:
-    """The job that measures decode steps of a model whose weights do not matter; see job.speed."""
+    folder: Path, mode: str, batches: list[int], speculative: bool, settle: int, steps: int, profiled: int, memory: float,
+    turns: Turns | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The job that measures decode steps of a model whose weights do not matter; see job.speed.
+
+    Args:
+        turns: where others share the GPU; memory is then that of the largest batch and no more.
+    """
+    tokens = DRAFT_TOKENS if speculative else 1
+    if turns is not None:
+        most = max(batches)
+        room = most * (PROMPT + tokens * (settle + steps + profiled + 16))
+        shared = [f"--max-running-requests={most}", f"--max-total-tokens={room}"]
     chosen = [
         *GPU, "--load-format=dummy", "--dtype=bfloat16", "--disable-radix-cache", f"--mem-fraction-static={memory}",
         "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, speculative),
+        *(() if turns is None else shared),
     ]  # fmt: skip
     return {
-        "do": "speed", "folder": str(folder), "options": chosen, "batches": batches, "length": 64, "settle": settle,
-        "steps": steps, "profiled": profiled, "tokens": DRAFT_TOKENS if speculative else 1,
+        "do": "speed", "folder": str(folder), "options": chosen, "batches": batches, "length": PROMPT, "settle": settle,
+        "steps": steps, "profiled": profiled, "tokens": tokens,
+        "turns": None if turns is None else asdict(turns),
     }  # fmt: skip
 
 
 def parity(folder: Path, mode: str, batches: list[int], tokens: int, pool: int, dtype: str) -> dict[str, Any]:
     """The job that answers requests in a pool of so many tokens; see job.parity."""
     chosen = [
-        *GPU, f"--dtype={dtype}", f"--max-total-tokens={pool}", "--schedule-conservativeness=0.3", "--mem-fraction-static=0.5",
-        f"--max-running-requests={max(batches)}", "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, False),
+        *GPU, f"--dtype={dtype}", f"--max-total-tokens={pool}", "--schedule-conservativeness=0.3", "--mem-fraction-static=0.9",
+        f"--max-running-requests={max(batches)}", f"--max-mamba-cache-size={8 * max(batches)}",
+        "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, False),
     ]  # fmt: skip
     return {"do": "parity", "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens}
 
@@ -84,6 +100,8 @@ def run(job: dict[str, Any], mode: str, site: Path | None, log: Path) -> Iterato
                 yield json.loads(line.removeprefix(MARK))
             else:
                 file.write(line)
+    if job.get("turns"):
+        Turns(**job["turns"]).ready()  # the others shall not wait for it
     if child.returncode:
         raise RuntimeError(f"exit code {child.returncode}, {log} ends with: {' | '.join(log.read_text().splitlines()[-4:])}")
 

@@ -11,6 +11,11 @@ MODES = (STOCK, NATIVE, OURS)
 DRAFT_TOKENS = 4
 
 
+def exists(mode: str, folder: Path) -> bool:
+    """Whether SGLang has the mode for the model in the folder: no replay of its own for Mamba-2."""
+    return mode != NATIVE or json.loads((folder / "config.json").read_text())["model_type"] != "nemotron_h"
+
+
 def options(mode: str, folder: Path, speculative: bool) -> list[str]:
     """SGLang's command-line options for the mode and the model in the folder.
 
@@ -26,7 +31,7 @@ def options(mode: str, folder: Path, speculative: bool) -> list[str]:
     if mode == OURS:
         chosen += ["--mamba-backend=replayssm"] if kind == "nemotron_h" else ["--linear-attn-decode-backend=replayssm"]
     if mode == NATIVE:
-        if kind == "nemotron_h":
+        if not exists(mode, folder):
             raise ValueError(f"mode: SGLang has no {NATIVE} for Mamba-2, expected {STOCK} or {OURS}")
         chosen += ["--enable-linear-replayssm-spec" if speculative else "--enable-linear-replayssm"]
     return chosen

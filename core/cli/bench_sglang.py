@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Annotated, Any
 
 import typer
@@ -49,12 +53,16 @@ def speed(
     steps: Annotated[int, typer.Option(help="Steps taken by the clock.")] = 128,
     profiled: Annotated[int, typer.Option(help="Steps under the profiler: whole windows.")] = 48,
     memory: Annotated[float, typer.Option(help="SGLang's --mem-fraction-static.")] = 0.8,
+    side_by_side: Annotated[
+        bool, typer.Option("--side-by-side", help="Start a model's modes together; they measure in turns. Memory must suffice.")
+    ] = False,
     option: Extra = None,
     engine: Engine = ENGINE,
     commit: Commit = None,
 ) -> None:  # fmt: skip
     """Milliseconds per decode step, by the clock and busy on the GPU, with dummy weights: one process a model and mode."""
     from replayssm.bench.sglang import launch, modes, shapes
+    from replayssm.bench.sglang.turns import Turns
     from replayssm.bench.timing import machine
 
     names, chosen, batches = model or list(shapes.MODELS), mode or list(modes.MODES), batch or [1, 16, 64, 256]
@@ -62,21 +70,23 @@ def speed(
     _check("mode", chosen, modes.MODES)
     site, device = _prepare(engine)
     results = _Results(out, machine(device, commit))
+
+    def measure(name: str, jobs: dict[str, Row], one: str) -> None:
+        log = out.with_suffix("") / f"{name}-{one}{'-speculative' * speculative}.log"
+        for row in _guarded(launch.run(jobs[one], one, site, log)):
+            results.add({"model": name, "mode": one, "speculative": speculative} | row)
+
     for name in names:
         folder = shapes.write(name, out.with_suffix("") / name)
-        for one in chosen:
-            left = [b for b in batches if not results.has(name, b, one, speculative)]
-            if not left:
-                continue
-            try:
-                job = launch.speed(folder, one, left, speculative, settle, steps, profiled, memory)
-            except ValueError as error:
-                Console(stderr=True).print(f"{name}: {error}")
-                continue
-            job["options"] += option or []
-            log = out.with_suffix("") / f"{name}-{one}{'-speculative' * speculative}.log"
-            for row in _guarded(launch.run(job, one, site, log)):
-                results.add({"model": name, "mode": one, "speculative": speculative} | row)
+        jobs: dict[str, Row] = {}
+        with TemporaryDirectory() as meeting:
+            left = {one: [b for b in batches if not results.has(name, b, one, speculative)] for one in chosen}
+            left = {one: some for one, some in left.items() if some and modes.exists(one, folder)}
+            for number, (one, some) in enumerate(left.items()):
+                turns = Turns(meeting, number, len(left)) if side_by_side else None
+                jobs[one] = launch.speed(folder, one, some, speculative, settle, steps, profiled, memory, turns)
+                jobs[one]["options"] += option or []
+            _all(partial(measure, name, jobs), jobs, together=side_by_side)
     results.print()
 
 
@@ -86,7 +96,7 @@ def parity(
     batch: Batches = None,
     tokens: Annotated[int, typer.Option(help="Tokens of each request.")] = 512,
     pool: Annotated[int, typer.Option(help="Tokens that fit; fewer than the largest batch needs.")] = 16384,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="bfloat16, or float32 where SGLang's kernels take it.")] = "bfloat16",
     tie: Annotated[float | None, typer.Option(help="Log-probabilities closer than this tie; default: by dtype.")] = None,
     out: Annotated[Path, typer.Option(help="JSON of rows; models in it already are left out.")] = Path("sglang-parity.json"),
     option: Extra = None,
@@ -103,16 +113,18 @@ def parity(
     tie = launch.TIES[dtype] if tie is None else tie
     site, device = _prepare(engine)
     results = _Results(out, machine(device, commit))
+
+    def answer(folder: Path, runs: dict[str, list[Row]], one: str) -> None:
+        job = launch.parity(folder, one, batches, tokens, pool, dtype)
+        job["options"] += option or []
+        runs[one] = list(_guarded(launch.run(job, one, site, folder.with_name(f"{folder.name}-{one}.log"))))
+
     for name in names:
         if all(results.has(name, b, modes.OURS, False) for b in batches):
             continue
         folder = folders.write(name, out.with_suffix("") / name, **folders.SIZES[name])
         runs: dict[str, list[Row]] = {}
-        for one in (modes.STOCK, modes.OURS):
-            job = launch.parity(folder, one, batches, tokens, pool, dtype)
-            job["options"] += option or []
-            log = out.with_suffix("") / f"{name}-{one}.log"
-            runs[one] = list(_guarded(launch.run(job, one, site, log)))
+        _all(partial(answer, folder, runs), (modes.STOCK, modes.OURS), together=True)
         for stock, ours in zip(runs[modes.STOCK], runs[modes.OURS], strict=False):
             found = launch.compared(stock["answers"], ours["answers"], tie)
             results.add({"model": name, "batch": stock["batch"], "mode": modes.OURS, "dtype": dtype, "tie": tie} | found)
@@ -142,6 +154,12 @@ def _prepare(engine: Path) -> tuple[Path | None, Any]:
     return None, torch.device("cuda")
 
 
+def _all(do: Callable[[str], None], names: Iterable[str], together: bool) -> None:
+    """Does it for every name, one after another or at the same time."""
+    with ThreadPoolExecutor(None if together else 1) as pool:
+        list(pool.map(do, names))
+
+
 def _guarded(rows: Iterator[Row]) -> Iterator[Row]:
     """A process that fails is reported; the others go on."""
     try:
@@ -154,7 +172,7 @@ class _Results:
     """Header and rows in a file, written with every row."""
 
     def __init__(self, path: Path, header: Row) -> None:
-        self.path, self.header = path, header
+        self.path, self.header, self._lock = path, header, Lock()
         self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
 
     def has(self, model: str, batch: int, mode: str, speculative: bool) -> bool:
@@ -163,9 +181,10 @@ class _Results:
 
     def add(self, row: Row) -> None:
         row = {key: value for key, value in row.items() if not (key == "speculative" and not value)}
-        self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1) + "\n")
+        with self._lock:
+            self.rows.append(row)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1) + "\n")
         Console(stderr=True).print(_said(row), highlight=False, soft_wrap=True)
 
     def print(self) -> None:

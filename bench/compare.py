@@ -18,7 +18,7 @@ from typing import Any
 
 from replayssm.bench.results import COMMANDS, load
 
-KEY = ("op", "layer", "batch", "T", "state", "read", "count")
+KEY = ("op", "layer", "batch", "T", "state", "read", "u", "count")
 
 
 @dataclass(frozen=True)

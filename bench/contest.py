@@ -57,16 +57,21 @@ class Contestant:
 
 
 class Ours(Contestant):
-    """This project's step, its plan and its commit."""
+    """This project's step, its plan and its commit.
+
+    Attributes:
+        backend: as ReplayState takes it.
+    """
 
     name = "replayssm"
+    backend: str | None = None
 
     def __init__(self, work: Work, candidate=None) -> None:
         super().__init__(work, candidate)
         layout, A = work.layout, work.w["A"]
         derived = layout.recurrence.decay == "derived"
         stacked = A.expand(work.layers, -1).contiguous() if derived and A is not None else None
-        self.state = ReplayState(layout, work.layers, work.slots.numel(), work.device, A=stacked)
+        self.state = ReplayState(layout, work.layers, work.slots.numel(), work.device, self.backend, A=stacked)
         self.w = work.w | {"A": None if derived else A}
         for layer in range(work.layers):
             self.state.load_layer(layer, work.slots.flatten(), work.states_of(layer))
@@ -93,6 +98,27 @@ class Ours(Contestant):
 
     def end(self, i: int, g: int) -> None:
         self.state.commit(self.plan, None if self.work.T == 1 else self.work.accepted[i, g])
+
+
+class Plain(Ours):
+    """The same without kernels, in vectorised torch: what a number format alone makes of the outputs."""
+
+    name = "replayssm, torch"
+    backend = "torch"
+
+
+class Unflushed(Ours):
+    """Steps of which none flushes, at every other phase of the window: each is dropped, so that the next one finds the same."""
+
+    name = "replayssm, no flush"
+
+    def _stagger(self) -> None:
+        super()._stagger()
+        self.state.cursors.count.sub_(1)
+        self.none = torch.zeros(self.work.B, dtype=torch.int32, device=self.work.device)
+
+    def end(self, i: int, g: int) -> None:
+        self.state.commit(self.plan, self.none)
 
 
 def schedule(work: Work, window: int, R: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

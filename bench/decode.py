@@ -3,58 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from replayssm import Layout, launch
 from replayssm.models import Model
 
-from .contest import Absent, Contestant, Ours, best_candidate, error, timed
+from .check import Found, absentees, check, why
+from .contest import Contestant, Ours, Unflushed, best_candidate, timed
 from .peers import DECODE
+from .precision import Precision
 from .work import MODELS, Work, cold_groups
 
 BATCHES = (256, 64, 16, 8, 4, 2, 1)
-ERROR_BOUND = 1e-2  # bf16 outputs, some from bf16 records: 4e-3 is usual
 STATE_BYTES = 24 * 2**30  # most that one contestant's states take; a model's further layers would not change a mean
-
-
-def why(failed: Exception) -> str:
-    """A one-line reason."""
-    return " ".join(f"{'' if isinstance(failed, Absent) else type(failed).__name__ + ': '}{failed}".split())[:300]
-
-
-def check(kinds: Sequence[type[Contestant]], layout: Layout, T: int = 1) -> dict[str, float | str]:
-    """Per contestant its outputs' relative error against the oracle, or why it has none.
-
-    Raises:
-        RuntimeError: ours is wrong.
-    """
-    found: dict[str, float | str] = {}
-    for kind in kinds:
-        try:
-            found[kind.name] = error(kind, layout, T, B=8, candidate=kind.candidates[0])
-        except Exception as failed:
-            found[kind.name] = why(failed)
-        torch.cuda.empty_cache()
-    ours = found.get(Ours.name, 0.0)
-    if isinstance(ours, str) or not ours < ERROR_BOUND:
-        raise RuntimeError(f"{layout.recurrence.name}, state {layout.state}, T = {T}: our own outputs are off by {ours}")
-    return found
-
-
-def absentees(found: dict[str, float | str]) -> dict[str, str]:
-    """The contestants that are not measured, each with its reason."""
-    wrong = {n: f"computes something else: outputs off by {e:.1e}" for n, e in found.items() if not isinstance(e, str)}
-    return {n: e for n, e in found.items() if isinstance(e, str)} | {
-        n: text
-        for n, text in wrong.items()
-        if not found[n] < ERROR_BOUND  # type: ignore[operator]
-    }
+PEERS_STATE = "fp32"  # of peers, beside every format of ours: what models are served with
 
 
 def layers(model: Model, layout: Layout, B: int, states: int = 1) -> int:
     """How many of the model's layers are run."""
-    return max(2, min(model.layers, STATE_BYTES // (layout.state_bytes * B * states)))
+    return max(2, min(model.layers, STATE_BYTES // ((layout.state_bytes * states + layout.copy_bytes) * B)))
 
 
 def times(
@@ -77,67 +46,95 @@ def times(
                 settings[kind.name] = chosen
             found[kind.name] = timed(kind, make(kind, False), replays, chosen)
         except Exception as failed:
-            if kind is Ours:
-                raise
             absent[kind.name] = why(failed)
         torch.cuda.empty_cache()
     return found, settings
 
 
-def measure(name: str, B: int, state: str, W: int, ceiling: float, found: dict[str, float | str], replays: int) -> dict:
-    """One row of results; ``found`` says who takes part (see ``check``)."""
-    model = MODELS[name]
-    layout = model.layout(W=W, state=state)
+def maker(name: str, layout: Layout, B: int, steps: int) -> Callable[[type[Contestant], bool], Work]:
+    """Makes a contestant's Work, of two layers where it is to be short."""
 
     def make(kind: type[Contestant], short: bool) -> Work:
-        n = 2 if short else layers(model, layout, B)
-        return Work(layout, n, B, groups=cold_groups(layout, n, B), steps=W)
+        n = 2 if short else layers(MODELS[name], layout, B)
+        return Work(layout, n, B, groups=cold_groups(layout, n, B), steps=steps)
 
-    absent = absentees(found)
-    kinds = [kind for kind in (Ours, *DECODE[layout.recurrence.name]) if kind.name in found]
-    us, settings = times(kinds, make, absent, replays)
-    (ours, spread), peers = us.pop(Ours.name), {n: t for n, (t, _) in us.items()}
-    traffic = layout.step_bytes()
-    total = B * (traffic.replay.total + traffic.io.total)
+    return make
+
+
+def measure_peers(name: str, B: int, W: int, found: Found, replays: int) -> dict[str, Any]:
+    """What rows of this layer and batch say of the peers; ``found`` says who takes part (see ``check``)."""
+    layout, absent = MODELS[name].layout(W=W, state=PEERS_STATE), absentees(found)
+    kinds = [kind for kind in DECODE[layout.recurrence.name] if kind.name in found]
+    us, settings = times(kinds, maker(name, layout, B, W), absent, replays)
+    return {
+        "peers": {n: t for n, (t, _) in us.items()},
+        "peer_spread_us": {n: s for n, (_, s) in us.items()},
+        "peer_settings": settings,
+        "peers_state": PEERS_STATE,
+        "absent": absent,
+    }
+
+
+def measure(name: str, B: int, layout: Layout, ceiling: float, peers: dict[str, Any], replays: int) -> dict[str, Any]:
+    """One row of results beside what ``measure_peers`` found."""
+    us, spread = timed(Ours, maker(name, layout, B, layout.W)(Ours, False), replays)
+    torch.cuda.empty_cache()
+    unflushed, _ = timed(Unflushed, maker(name, layout, B, 1)(Unflushed, False), replays)
+    torch.cuda.empty_cache()
+    traffic, without = layout.step_bytes(), layout.replay_bytes(1, 1, (layout.W - 1) / 2, 0, 0)
+    total, rest = (B * (replay.total + traffic.io.total) for replay in (traffic.replay, without))
     floor = total / ceiling * 1e6
     return {
         "family": layout.recurrence.name,
         "layer": name,
         "batch": B,
         "T": 1,
-        "W": W,
-        "state": state,
-        "read": None,
+        "W": layout.W,
+        "state": layout.state,
+        "read": layout.read,
         "u": str(layout.u).removeprefix("torch."),
-        "us": ours,
+        "us": us,
         "spread_us": spread,
         "floor_us": floor,
         "bytes": total,
-        "share": floor / ours,
-        "peers": peers,
-        "ratio": {n: t / ours for n, t in peers.items()},
-        "peer_spread_us": {n: s for n, (_, s) in us.items()},
-        "peer_settings": settings,
-        "absent": absent,
-        "layers": layers(model, layout, B),
+        "share": floor / us,
+        "us_no_flush": unflushed,
+        "floor_no_flush_us": rest / ceiling * 1e6,
+        "ratio": {n: t / us for n, t in peers["peers"].items()},
+        "layers": layers(MODELS[name], layout, B),
         "launch": str(launch.decode(layout, B)),
-    }
+    } | peers
+
+
+def layouts(name: str, precisions: Sequence[Precision], windows: Sequence[int]) -> list[Layout]:
+    """One of a model's layers in every format and window."""
+    return list(dict.fromkeys(precision.layout(MODELS[name], W) for precision in precisions for W in windows))
 
 
 def rows(
-    names: Sequence[str],
+    name: str,
     batches: Sequence[int],
-    states: Sequence[str],
-    W: int,
+    of: Sequence[Layout],
     ceiling: float,
     with_peers: bool,
     replays: int,
-    checks: dict[str, dict[str, float | str]],
-) -> Iterator[dict]:
-    """Rows of every layer, state format and batch, each as soon as it is measured; ``checks`` gathers what ``check`` found."""
-    for name in names:
-        kinds = (Ours, *(DECODE[MODELS[name].recurrence.name] if with_peers else ()))
-        for state in states:
-            found = checks[f"{name}, {state}"] = check(kinds, MODELS[name].layout(W=W, state=state))
-            for B in batches:
-                yield measure(name, B, state, W, ceiling, found, replays)
+    checks: dict[str, Found],
+) -> Iterator[dict[str, Any]]:
+    """Rows of a model's layer in every layout and batch, each as soon as it is measured; ``checks`` gathers errors.
+
+    Peers are measured once for a batch, those that replay with the first layout's window.
+    """
+    kinds, at = DECODE[MODELS[name].recurrence.name] if with_peers else (), of[0].W
+    found = checks[f"{name}, peers"] = check(kinds, MODELS[name].layout(W=at, state=PEERS_STATE))
+    for layout in of:
+        checks[f"{name}, {formats(layout)}, W = {layout.W}"] = check((Ours,), layout)
+    for B in batches:
+        peers = measure_peers(name, B, at, found, replays)
+        for layout in of:
+            yield measure(name, B, layout, ceiling, peers, replays)
+
+
+def formats(layout: Layout) -> str:
+    """ "state", or "state/read", with the helper's where it has one."""
+    read, u = f"/{layout.read}" if layout.read else "", f", u {layout.u}" if layout.recurrence.delta else ""
+    return (layout.state + read + u).replace("torch.", "")

@@ -8,6 +8,8 @@ from typing import Any
 
 Results = dict[str, dict[str, Any]]
 COMMITTED = Path(__file__).parent / "results/h200"
+# What tells one row from another, as far as a file's rows have it.
+IDENTITY = ("op", "family", "layer", "batch", "T", "W", "state", "read", "u", "count")
 # Per file, without .json: what writes it.
 COMMANDS = {
     "decode": "replayssm bench decode",
@@ -35,4 +37,25 @@ def load(folder: Path = COMMITTED) -> Results:
                 raise ValueError(f"results: expected JSON in {path}: {failed}") from None
             if not isinstance(found[name], dict) or "rows" not in found[name]:
                 raise ValueError(f"results: expected an object with header and rows in {path}")
+    return found
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a row from the others of its file."""
+    return tuple(row.get(name) for name in IDENTITY)
+
+
+def kept(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
+    """What the file has, to be added to by a run on this machine (``timing.machine``); None where there is no file.
+
+    Raises:
+        ValueError: rows of another device, another software or another commit.
+    """
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    head = found["header"]
+    for name, value in machine.items():
+        if name != "date" and head.get(name) != value:
+            raise ValueError(f"keep: expected {name} {value!r} in {path}, as here, got {head.get(name)!r}")
     return found

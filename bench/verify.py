@@ -8,8 +8,9 @@ import torch
 
 from replayssm import Layout, launch
 
+from .check import Found, absentees, check
 from .contest import Contestant, Ours, timed
-from .decode import absentees, check, layers, times
+from .decode import layers, times
 from .peers import DECODE, VERIFY, replays
 from .work import ACCEPTANCE, MODELS, Work, cold_groups
 
@@ -17,7 +18,6 @@ TOKENS = (1, 2, 4, 8, 16)
 BATCHES = (256, 64, 16, 1)
 WINDOWS = (16, 24, 32)
 STEPS = 32  # of one graph; every replay goes on from the cursors that the last one left
-Errors = dict[str, float | str]
 
 
 def layout(name: str, W: int) -> Layout:
@@ -35,7 +35,7 @@ def maker(name: str, of: Layout, B: int, T: int, steps: int) -> Callable[[type[C
     return make
 
 
-def one_step(name: str, B: int, found: Errors, repeat: int) -> dict[str, float]:
+def one_step(name: str, B: int, found: Found, repeat: int) -> dict[str, float]:
     """Microseconds of the conventional peers' one-token step."""
     of = MODELS[name].layout()
     kinds = [kind for kind in DECODE[of.recurrence.name] if kind.name in found and not replays(kind.name)]
@@ -43,7 +43,7 @@ def one_step(name: str, B: int, found: Errors, repeat: int) -> dict[str, float]:
     return {name: t for name, (t, _) in us.items()}
 
 
-def measure(name: str, B: int, T: int, windows: Sequence[int], ceiling: float, found: Errors, one: dict, repeat: int) -> dict:
+def measure(name: str, B: int, T: int, windows: Sequence[int], ceiling: float, found: Found, one: dict, repeat: int) -> dict:
     """One row of results: the window of least time and, under ``windows``, every window's time."""
     tried = {}
     for W in windows:
@@ -92,7 +92,7 @@ def rows(
     ceiling: float,
     with_peers: bool,
     repeat: int,
-    checks: dict[str, Errors],
+    checks: dict[str, Found],
 ) -> Iterator[dict]:
     """Rows of every layer, batch and T, each as soon as it is measured; ``checks`` gathers what ``check`` found."""
     for name in names:

@@ -130,4 +130,4 @@ def snapshots(work: Work) -> list[Tensor]:
 
 def cold_groups(layout: Layout, layers: int, B: int) -> int:
     """How many sets of B requests take turns so that a state returns only after COLD_BYTES of others."""
-    return max(1, -(-COLD_BYTES // (layout.state_bytes * layers * B)))
+    return max(1, -(-COLD_BYTES // ((layout.copy_bytes or layout.state_bytes) * layers * B)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.abc import MetaPathFinder
@@ -15,8 +17,9 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from replayssm import GDN, MAMBA2, Layout
-from replayssm.bench import contest, decode, materialize, peers, stage, verify, work
-from replayssm.bench.contest import Ours
+from replayssm.bench import check, contest, decode, materialize, peers, results, stage, verify, work
+from replayssm.bench.contest import Ours, Plain, Unflushed
+from replayssm.bench.precision import Precision
 from replayssm.cli.app import app
 from replayssm.models import Model
 
@@ -37,6 +40,10 @@ class Broken(Ours):
 
     def __init__(self, work, candidate=None):
         raise ModuleNotFoundError("No module named 'broken'")
+
+
+class Steady(Ours):
+    name = "steady"
 
 
 @pytest.fixture
@@ -66,37 +73,134 @@ def test_our_outputs_and_a_wrong_contestants(name, T):
     assert contest.error(Wrong, layout, T, device="cpu") > 0.5
 
 
+def layouts(name, *formats, windows=(4,)):
+    return decode.layouts(name, Precision.parse(formats), windows)
+
+
 def test_rows(on_cpu, monkeypatch):
     monkeypatch.setitem(decode.DECODE, "gdn", (Wrong, Broken, Steady))
     checks: dict = {}
-    (row,) = decode.rows(["tiny-gdn"], [2], ["fp32"], 4, 1e12, True, 1, checks)
+    (row,) = decode.rows("tiny-gdn", [2], layouts("tiny-gdn", "fp32"), 1e12, True, 1, checks)
     for key, kind in {
         "family": str, "layer": str, "batch": int, "T": int, "W": int, "state": str, "u": str, "us": float, "floor_us": float,
-        "bytes": float, "share": float, "peers": dict, "ratio": dict, "absent": dict, "launch": str,
+        "bytes": float, "share": float, "peers": dict, "ratio": dict, "absent": dict, "launch": str, "us_no_flush": float,
     }.items():  # fmt: skip
         assert isinstance(row[key], kind), key
     assert row["read"] is None
     layers, groups = 3, 1
     assert row["us"] == pytest.approx(1000 / (4 * layers * groups))
+    assert row["us_no_flush"] == pytest.approx(1000 / (layers * groups))
     model = TINY["tiny-gdn"].layout(W=4).step_bytes()
     assert row["bytes"] == 2 * (model.replay.total + model.io.total)
     assert row["floor_us"] == pytest.approx(row["bytes"] / 1e6)
     assert row["share"] == pytest.approx(row["floor_us"] / row["us"])
-    assert row["peers"] == {"steady": row["us"]} and row["ratio"] == {"steady": 1.0}
+    assert row["peers"] == {"steady": row["us"]} and row["ratio"] == {"steady": 1.0} and row["peers_state"] == "fp32"
     assert "computes something else" in row["absent"]["wrong"]
     assert row["absent"]["broken replay"] == "ModuleNotFoundError: No module named 'broken'"
-    assert checks["tiny-gdn, fp32"]["steady"] < 5e-3
+    assert checks["tiny-gdn, peers"]["steady"] < 5e-3 and checks["tiny-gdn, fp32, u float16, W = 4"]["replayssm"] < 5e-3
     json.dumps(row)
 
 
-class Steady(Ours):
-    name = "steady"
+def test_rows_of_formats(on_cpu, monkeypatch):
+    """A row for each format and window, beside peers with fp32 states, which are measured once for all."""
+    made = []
+
+    class Counted(Steady):
+        def __init__(self, work, candidate=None):
+            made.append((work.layout.state, work.layout.read, work.layout.W))
+            super().__init__(work, candidate)
+
+    monkeypatch.setitem(decode.DECODE, "mamba2", (Counted,))
+    monkeypatch.setitem(work.MODELS, "tiny-mamba2", replace(TINY["tiny-mamba2"], K=32))
+    checks: dict = {}
+    of = layouts("tiny-mamba2", "bf16", "fp16+sr/nvfp4", windows=(2, 4))
+    rows = list(decode.rows("tiny-mamba2", [2], of, 1e12, True, 1, checks))
+    assert [(row["state"], row["read"], row["W"]) for row in rows] == [
+        ("bf16", None, 2), ("bf16", None, 4), ("fp16+sr", "nvfp4", 2), ("fp16+sr", "nvfp4", 4)
+    ]  # fmt: skip
+    assert made == [("fp32", None, 2)] * 2, "checked once, timed once"
+    for row, layout in zip(rows, of, strict=True):
+        assert row["peers"] == {"steady": pytest.approx(1000 / (2 * 3))}
+        ring, io = layout.read_bytes * (layout.W - 1) / 2 + layout.record_bytes, layout.step_bytes().io.total
+        copy = layout.copy_bytes or layout.state_bytes
+        assert (
+            row["floor_no_flush_us"] == pytest.approx(2 * (copy + ring + io) / 1e6)
+            and row["floor_no_flush_us"] < row["floor_us"]
+        )
+    assert len({results.identity(row) for row in rows}) == 4
+    assert 1e-2 < checks["tiny-mamba2, fp16+sr/nvfp4, W = 4"]["replayssm"] < 0.2
 
 
 def test_our_own_error_ends_the_run(on_cpu, monkeypatch):
-    monkeypatch.setattr(Ours, "step", lambda self, *args: self.out.fill_(1.0))
-    with pytest.raises(RuntimeError, match="gdn, state fp32, T = 1: our own outputs are off by"):
-        list(decode.rows(["tiny-gdn"], [2], ["fp32"], 4, 1e12, False, 1, {}))
+    """An error that the format does not explain: absolutely, and against the same formats without kernels."""
+    with monkeypatch.context() as wrong:
+        wrong.setattr(Ours, "step", lambda self, *args: self.out.fill_(1.0))
+        with pytest.raises(
+            RuntimeError, match="gdn, state fp32, T = 1: our own outputs are off by .*, at most 1.0e-02 is right"
+        ):
+            list(decode.rows("tiny-gdn", [2], layouts("tiny-gdn", "fp32"), 1e12, False, 1, {}))
+    step = Ours.step
+    monkeypatch.setattr(Plain, "step", step, raising=False)
+    monkeypatch.setattr(Ours, "step", lambda self, *args: step(self, *args).mul_(1.01))
+    with pytest.raises(RuntimeError, match=r"at most 3\.\de-03"):
+        list(decode.rows("tiny-gdn", [2], layouts("tiny-gdn", "fp32"), 1e12, False, 1, {}))
+
+
+def test_unflushed_steps_find_the_same(on_cpu, monkeypatch):
+    """Every phase of a window but its last; nothing flushes, nothing moves."""
+    layout, seen = TINY["tiny-gdn"].layout(W=4), []
+
+    class Watched(Unflushed):
+        def end(self, i, g):
+            seen.append(self.plan.rows[:, [2, 4]].clone())
+            super().end(i, g)
+
+    contest.timed(Watched, work.Work(layout, 1, 8, steps=3), replays=1)
+    for rows in seen:
+        assert rows[:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3] and not rows[:, 1].any()
+    assert len(seen) == 3
+
+
+def test_formats_by_name():
+    assert Precision.parse(["fp32", "fp16+sr/nvfp4"], ["fp16", "bf16"]) == [
+        Precision("fp32", None, "fp16"), Precision("fp32", None, "bf16"),
+        Precision("fp16+sr", "nvfp4", "fp16"), Precision("fp16+sr", "nvfp4", "bf16"),
+    ]  # fmt: skip
+    several = decode.layouts("Qwen3.5-4B", Precision.parse(["fp32/int8"], ["fp32", "bf16"]), [16, 32])
+    assert [(one.u, one.W) for one in several] == [(u, W) for u in (torch.float32, torch.bfloat16) for W in (16, 32)]
+    without = decode.layouts("Nemotron-3-Nano-4B", Precision.parse(["fp32"], ["fp32", "bf16"]), [16])
+    assert len(without) == 1, "no helper without the delta rule"
+
+
+def test_rows_are_kept_on_the_same_machine_alone(tmp_path):
+    path, machine = tmp_path / "decode.json", {"device": "a", "commit": "b", "date": "today"}
+    assert results.kept(path, machine) is None
+    path.write_text(json.dumps({"header": machine | {"date": "yesterday", "read_ceiling": 1.0}, "rows": []}))
+    assert results.kept(path, machine)["header"]["read_ceiling"] == 1.0
+    with pytest.raises(ValueError, match=f"keep: expected commit 'c' in {path}, as here, got 'b'"):
+        results.kept(path, machine | {"commit": "c"})
+
+
+def test_what_is_compiled_ahead_is_what_a_step_launches():
+    """In a process without the interpreter, whose kernels are no compiler's input."""
+    code = (
+        "from replayssm.bench import decode, warm; from replayssm.bench.precision import Precision\n"
+        "(layout,) = decode.layouts('Nemotron-3-Nano-4B', Precision.parse(['fp16+sr/nvfp4']), [16])\n"
+        "print(*(f'{one.kernel.__name__}:{one.grid[0]}' for one in warm.launches(layout, 64)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found = [one.split(":")[0] for one in ran.stdout.split()]
+    assert found == [
+        "_materialize_kernel",
+        "_plan_kernel",
+        "_materialize_kernel",
+        "_decode_kernel",
+        "_commit_kernel",
+        "_commit_kernel",
+    ]
+    assert f"_decode_kernel:{64 * 96}" in ran.stdout
 
 
 @pytest.mark.parametrize("T", [1, 2])
@@ -153,7 +257,7 @@ def test_every_peer_not_staged_is_absent_with_its_reason(on_cpu, monkeypatch):
         name = f"tiny-{family}" if f"tiny-{family}" in TINY else None
         if name is None:
             continue
-        for kind, reason in decode.check(kinds, TINY[name].layout(W=4)).items():
+        for kind, reason in check.check(kinds, TINY[name].layout(W=4)).items():
             project = kind.split()[0]
             assert reason == f"ModuleNotFoundError: No module named '{project}'", (kind, reason)
 
@@ -172,6 +276,7 @@ def test_replaying_peers_are_named_as_such():
     ("args", "message"),
     [
         (["decode", "--layer", "gpt-2"], "layer: expected one of Qwen3.5-4B, Kimi-Linear-48B-A3B"),
+        (["decode", "--keep"], "keep: expected --out, the file to add to"),
         (["decode", "--batch", "0"], "batch, tokens, window: expected >= 1, got 0"),
         (["stage", "--arch", "hopper"], "arch: expected two numbers as in '9.0', got 'hopper'"),
         (["stage", "--python", "3"], "python: expected two numbers as in '9.0', got '3'"),

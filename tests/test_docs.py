@@ -81,7 +81,7 @@ def test_commands_exist():
 def test_results_are_the_same_as_themselves(capsys):
     assert compare.main([str(results.COMMITTED)] * 2) == 0
     table = capsys.readouterr().out
-    assert "worse" not in table and "| decode layer Qwen3.5-4B batch 256 T 1 state fp32 W 16 | " in table
+    assert "worse" not in table and "| decode layer Qwen3.5-4B batch 256 T 1 state fp32 u float16 W 16 | " in table
 
 
 def test_results_that_are_worse():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from .refuse import refuse
 app = typer.Typer(help="Time our kernels beside the peers' on a CUDA GPU, or fetch the peers.", no_args_is_help=True)
 app.add_typer(bench_sglang.app, name="sglang")
 PEERS = Path(".peers")
+WORKERS = min(16, os.cpu_count() or 1)
 CACHE = Path.home() / ".cache/replayssm/peers"
 
 Layers = Annotated[list[str] | None, typer.Option("--layer", help="A model's layer; may be repeated; default: all.")]
@@ -65,32 +67,67 @@ def stage(
 def decode(
     layer: Layers = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", help="Requests of a step; may be repeated.")] = None,
-    state: Annotated[list[str] | None, typer.Option("--state", help="Checkpoint format; may be repeated.")] = None,
-    window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
+    format: Annotated[
+        list[str] | None, typer.Option(help="Format of the state, or state/read; may be repeated; default: fp32.")
+    ] = None,
+    u: Annotated[
+        list[str] | None, typer.Option("--u", help="Format of the delta rule's readout helper; may be repeated.")
+    ] = None,
+    window: Annotated[
+        list[int] | None, typer.Option(help="Records a ring holds before it is folded; may be repeated; default: 16.")
+    ] = None,
     peers: Peers = PEERS,
     replays: Annotated[int, typer.Option(help="Replays of each graph; the median counts.")] = 8,
     trace: Annotated[bool, typer.Option(help="Also time every step after one admission of the largest batch.")] = True,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes that compile our kernels before anything is timed; 0: as they are needed.")
+    ] = WORKERS,
     out: Out = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep what --out has of other layers, batches, formats and windows.")
+    ] = False,
     commit: Commit = None,
     as_json: Json = False,
 ) -> None:
     """One token a request: microseconds per layer and step over whole flush cycles, share of the byte floor, ratios.
 
-    Example: replayssm bench decode --layer Qwen3.5-4B --batch 64 --batch 256
+    Peers hold fp32 states whatever ours are. Examples:
+
+      replayssm bench decode --layer Qwen3.5-4B --batch 64 --batch 256
+
+      replayssm bench decode --batch 256 --format fp32/e4m3 --format fp16+sr/nvfp4 --window 16 --window 32
 
     Exit code 0, or 2 for bad input.
     """
-    names, with_peers = _prepare(layer, [*(batch or ()), window], peers)
-    from replayssm.bench import decode, timing
+    if keep and out is None:
+        refuse("keep: expected --out, the file to add to")
+    names, with_peers = _prepare(layer, [*(batch or ()), *(window or ())], peers)
+    import torch
+
+    from replayssm.bench import decode, timing, warm
+    from replayssm.bench.check import ROWS
+    from replayssm.bench.precision import Precision
+    from replayssm.bench.results import kept
     from replayssm.bench.trace import steps
 
-    batches, states = batch or list(decode.BATCHES), state or ["fp32"]
-    results = _results(timing.header(commit))
-    traces = (steps(name, max(batches), window) for name in names if trace)
-    rows = decode.rows(
-        names, batches, states, window, results["header"]["read_ceiling"], with_peers, replays, results["header"]["checks"]
+    batches, windows = batch or list(decode.BATCHES), window or [16]
+    try:
+        precisions = Precision.parse(format or ["fp32"], u or ())
+        of = {name: decode.layouts(name, precisions, windows) for name in names}
+        results = kept(out, timing.machine(torch.device("cuda"), commit)) if keep and out else None
+    except (ValueError, NotImplementedError) as error:
+        refuse(error)
+    results = results or _results(timing.header(commit))
+    head, every = results["header"], [layout for some in of.values() for layout in some]
+    compiled = warm.compiled(every, list(dict.fromkeys((*batches, ROWS))), workers)
+    _progress("compiled", compiled, len(every) if workers else 0, lambda _: None)
+    rows = (
+        row
+        for name in names
+        for row in decode.rows(name, batches, of[name], head["read_ceiling"], with_peers, replays, head["checks"])
     )
-    _measure(results, "rows", rows, len(names) * len(states) * len(batches), out)
+    _measure(results, "rows", rows, len(every) * len(batches), out)
+    traces = (steps(name, max(batches), windows[0]) for name in names if trace)
     _measure(results, "trace", traces, len(names) if trace else 0, out)
     _print(results, as_json)
 
@@ -193,17 +230,29 @@ def _results(header: dict[str, Any]) -> dict[str, Any]:
 
 def _measure(results: dict[str, Any], key: str, rows: Iterable[dict[str, Any]], total: int, out: Path | None) -> None:
     """Gather rows under the key, each written at once, so that a run cut short keeps what it has."""
+    from replayssm.bench.results import identity
+
+    def gather(row: dict[str, Any]) -> str:
+        others = [one for one in results.get(key, ()) if identity(one) != identity(row)]
+        results[key] = [*others, row]
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(results, indent=1) + "\n")
+        return f"{row['layer']}, {_case(row)}: {row['us']:.1f} us" if key == "rows" else ""
+
+    _progress(key, rows, total, gather)
+
+
+def _progress(name: str, done: Iterable[Any], total: int, say: Callable[[Any], str | None]) -> None:
+    """A bar over what is done, and a line for each where there is something to say."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(key, total=total)
-        for row in rows:
-            results.setdefault(key, []).append(row)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(results, indent=1) + "\n")
+        task = progress.add_task(name, total=total)
+        for one in done:
+            text = say(one)
             progress.advance(task)
-            if key == "rows":
-                progress.console.print(f"{row['layer']}, {_case(row)}: {row['us']:.1f} us", highlight=False)
+            if text:
+                progress.console.print(text, highlight=False)
 
 
 def _print(results: dict[str, Any], as_json: bool) -> None:
@@ -243,4 +292,4 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
 def _case(row: dict[str, Any]) -> str:
     """What a row measures of its layer."""
     step = f"T {row['T']}" if "T" in row else f"{row['op']} of {row['count']}"
-    return f"batch {row['batch']}, {step}, W {row['W']}, {row['state']}"
+    return f"batch {row['batch']}, {step}, W {row['W']}, {row['state']}" + (f"/{row['read']}" if row["read"] else "")

@@ -42,16 +42,16 @@ def _powers(at: Axes, label: str, values: Iterable[float]) -> None:
 
 
 def _over_batch(rows: Rows, lines: dict[str, Callable[[dict], float | None]], ylabel: str, least: float | None) -> Figure:
-    """One panel a family; a colour per layer and state format, a line style per entry of `lines`."""
+    """One panel a family; a colour per layer, a line style per entry of `lines`."""
     families = [family for family in FAMILIES if any(row["family"] == family for row in rows)]
     figure, axes = _panels([FAMILIES[family] for family in families])
     for at, family in zip(axes, families, strict=True):
-        layers = group([row for row in rows if row["family"] == family], "layer", "state")
-        for colour, ((layer, state), of) in zip(COLOURS, layers.items(), strict=False):
+        layers = group([row for row in rows if row["family"] == family], "layer")
+        for colour, ((layer,), of) in zip(COLOURS, layers.items(), strict=False):
             for style, (name, value) in zip(("-", "--"), lines.items(), strict=False):
                 points = sorted((row["batch"], y) for row in of if (y := value(row)) is not None)
                 if points:
-                    label = ", ".join(part for part in (layer, "" if state == "fp32" else state, name) if part)
+                    label = ", ".join(part for part in (layer, name) if part)
                     at.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
         if least is not None:
             at.axhline(least, color="black", lw=0.8)

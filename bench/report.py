@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from the committed results: its figures and the tables between its markers; and README.md's table."""
+"""docs/benchmarks.md from the committed results: its figures and the tables between its markers; README's, precision.md's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import tables
+from . import advice, tables
 from .results import COMMANDS, Results
 
 Rows = Sequence[dict[str, Any]]
-PAGE, README = "benchmarks.md", "README.md"
+PAGE, PRECISION, README = "benchmarks.md", "precision.md", "README.md"
 BEGIN, END = "<!-- report: {} -->", "<!-- report: end -->"
 
 
@@ -22,6 +22,7 @@ class Part:
     Attributes:
         file, key: where its rows are.
         needs: what a row has where this part can be made, besides what every results file has.
+        pick, of: which rows it is made of, and what to call them.
         figure: name of the function in ``figures``, and of the PNG; "" where there is none.
         table: Markdown of the rows.
     """
@@ -29,28 +30,33 @@ class Part:
     file: str
     key: str = "rows"
     needs: tuple[str, ...] = ()
+    pick: Callable[[Rows], Rows] = list
+    of: str = ""
     figure: str = ""
     table: Callable[[Rows], str] | None = None
 
     def rows(self, found: Results) -> Rows:
         """The rows that this part can be made of."""
         rows = found.get(self.file, {}).get(self.key, [])
-        return [row for row in rows if all(row.get(name) not in (None, {}) for name in self.needs)]
+        return self.pick([row for row in rows if all(row.get(name) not in (None, {}) for name in self.needs)])
 
     def missing(self, found: Results) -> str:
         """What is not there for this part, and what would write it."""
         if self.file not in found:
             return f"there is no {self.file}.json; `{COMMANDS[self.file]}` writes it"
-        what = f"rows with {', '.join(self.needs)}" if self.needs else self.key
+        about = (f"of {self.of}" if self.of else "", f"with {', '.join(self.needs)}" if self.needs else "")
+        what = " ".join(filter(None, (self.key, *about)))
         return f"{self.file}.json has no {what}; `{COMMANDS[self.file]}` writes them"
 
 
+FORMATS = "number formats beside fp32"
 # Per section of the page, its parts.
 SECTIONS: dict[str, tuple[Part, ...]] = {
     "decode": (
-        Part("decode", needs=("peers",), figure="speed_up"),
-        Part("decode", figure="share", table=tables.decode),
+        Part("decode", needs=("peers",), pick=tables.exact, figure="speed_up"),
+        Part("decode", pick=tables.exact, figure="share", table=tables.decode),
     ),
+    "formats": (Part("decode", needs=("us_no_flush",), pick=tables.beside_formats, of=FORMATS, table=tables.formats),),
     "trace": (Part("decode", "trace", figure="trace", table=tables.trace),),
     "verify": (
         Part("verify", needs=("one_step_us",), figure="verify"),
@@ -107,12 +113,24 @@ def fill(page: str, found: Results) -> str:
 
 def summarise(readme: str, found: Results) -> str:
     """README.md with its table, where it has markers for one and decode steps were measured."""
-    begin = BEGIN.format("summary")
-    if begin not in readme or "decode" not in found:
+    if "decode" not in found:
         return readme
     decode, verify = (found.get(name, {"rows": []}) for name in ("decode", "verify"))
     text = f"{tables.summary(decode['rows'], verify['rows'])}\n\n{tables.header(decode['header'], COMMANDS['decode'])}"
-    before, _, rest = readme.partition(begin)
+    return _between(readme, "summary", text)
+
+
+def advise(precision: str, found: Results) -> str:
+    """precision.md with its table of formats, where it has markers for one."""
+    return _between(precision, "advice", advice.advice(found.get("decode", {"rows": []})["rows"]))
+
+
+def _between(page: str, name: str, text: str) -> str:
+    """The page with the text between the first markers of that name, where it has some."""
+    begin = BEGIN.format(name)
+    if begin not in page:
+        return page
+    before, _, rest = page.partition(begin)
     return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 

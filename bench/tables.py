@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replayssm.recurrence import FAMILIES as RECURRENCES
+
 from .peers import replays
 
 FAMILIES = {"gdn": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamba-2"}
@@ -24,6 +26,26 @@ def best(row: Row, replaying: bool) -> tuple[str, float] | None:
     """(name, microseconds) of a row's fastest peer that writes the state every step, or of the fastest that does not."""
     peers = {name: us for name, us in row.get("peers", {}).items() if replays(name) == replaying}
     return min(peers.items(), key=lambda peer: peer[1]) if peers else None
+
+
+def exact(rows: Sequence[Row]) -> list[Row]:
+    """Of fp32 states without a read copy, each at its fastest window."""
+    return _fastest([row for row in rows if _is_exact(row)])
+
+
+def beside_formats(rows: Sequence[Row]) -> list[Row]:
+    """Of the layers and batches that were measured in other formats too, all formats, each at its fastest window."""
+    several = [of for of in group(rows, "layer", "batch").values() if not all(map(_is_exact, of))]
+    return [row for of in several for row in _fastest(of)]
+
+
+def _is_exact(row: Row) -> bool:
+    return (row["state"], row["read"]) == ("fp32", None)
+
+
+def _fastest(rows: Sequence[Row]) -> list[Row]:
+    same = ("layer", "family", "batch", "state", "read", "u")
+    return [min(of, key=lambda row: row["us"]) for of in group(rows, *same).values()]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -53,14 +75,34 @@ def _formats(row: Row) -> str:
     return row["state"] + (f", read {row['read']}" if row["read"] else "")
 
 
+def _helper(row: Row) -> str:
+    return row["u"] if RECURRENCES[row["family"]].delta else "-"
+
+
 def decode(rows: Sequence[Row]) -> str:
     """Per layer, format and batch: time, floor, and how many times it the best peers take."""
-    columns = ("layer", "state", "batch", "µs", "byte floor, µs", "share", *PEERS)
+    columns = ("layer", "state", "batch", "W", "µs", "byte floor, µs", "share", *PEERS)
     return table(columns, [
-        (f"{row['layer']} ({row['family']})", _formats(row), f"{row['batch']}", f"{row['us']:.1f}", f"{row['floor_us']:.1f}",
-         f"{row['floor_us'] / row['us']:.2f}", _peer(row, False), _peer(row, True))
+        (f"{row['layer']} ({row['family']})", _formats(row), f"{row['batch']}", f"{row['W']}", f"{row['us']:.1f}",
+         f"{row['floor_us']:.1f}", f"{row['floor_us'] / row['us']:.2f}", _peer(row, False), _peer(row, True))
         for row in rows
     ])  # fmt: skip
+
+
+def formats(rows: Sequence[Row]) -> str:
+    """Per layer and format, at its fastest window: a step, one without a flush, and how many times it others take."""
+    columns = ("layer", "state", "u", "batch", "W", "µs", "share", PEERS[0], "no flush, µs", "share", "fp32's / it")
+    lines = []
+    for of in group(rows, "layer", "batch").values():
+        plain = min((row["us_no_flush"] for row in of if _is_exact(row)), default=None)
+        for row in of:
+            alone = row["us_no_flush"]
+            lines.append((
+                f"{row['layer']} ({row['family']})", _formats(row), _helper(row), f"{row['batch']}", f"{row['W']}",
+                f"{row['us']:.1f}", f"{row['floor_us'] / row['us']:.2f}", _peer(row, False), f"{alone:.1f}",
+                f"{row['floor_no_flush_us'] / alone:.2f}", f"{plain / alone:.2f}" if plain else "-",
+            ))  # fmt: skip
+    return table(columns, lines)
 
 
 def verify(rows: Sequence[Row]) -> str:
@@ -78,8 +120,7 @@ def summary(decoded: Sequence[Row], verified: Sequence[Row], T: int = 4) -> str:
     """Per layer at its largest batch, fp32 states: a step of one token and one of T, beside the best conventional peer's."""
     columns = ("layer", "requests", "one token, µs", "conventional, µs", "", f"{T} tokens, µs", "conventional, µs", "")
     same, rows = ("layer", "family", "batch", "state", "read"), []
-    plain = [row for row in decoded if (row["state"], row["read"]) == ("fp32", None)]
-    for (layer, family), of in group(plain, "layer", "family").items():
+    for (layer, family), of in group(exact(decoded), "layer", "family").items():
         one = max(of, key=lambda row: row["batch"])
         several = [row for row in verified if row["T"] == T and all(row[key] == one[key] for key in same)]
         rows.append((f"{layer} ({FAMILIES[family]})", f"{one['batch']}", *_beside(one), *_beside(next(iter(several), None))))

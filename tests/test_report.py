@@ -23,13 +23,17 @@ HEADER = {"device": "NVIDIA H200", "date": "2030-01-01", "driver": "1", "torch":
 
 def row(**other):
     return {"family": "gdn", "layer": "Qwen3.5-4B", "batch": 4, "T": 1, "W": 16, "state": "fp32", "read": None, "us": 50.0,
-            "floor_us": 40.0, "bytes": 1e6, "layers": 3,
+            "floor_us": 40.0, "bytes": 1e6, "layers": 3, "u": "float16",
             "peers": {"slow": 200.0, "fast": 100.0, "its replay": 60.0, "checkpointing": 55.0}} | other  # fmt: skip
 
 
 @pytest.fixture
 def every():
     decode = [row(batch=batch, family=family) for family in tables.FAMILIES for batch in (1, 4)]
+    decode += [row(batch=4, W=32, us=60.0, us_no_flush=40.0, floor_no_flush_us=30.0)]
+    decode += [
+        row(batch=4, state="fp32", read="e4m3", W=W, us=25.0 + W, us_no_flush=10.0, floor_no_flush_us=8.0) for W in (24, 16)
+    ]
     trace = [{"layer": "Qwen3.5-4B", "batch": 256, "W": 16, "us": [1.0, 2.0, 3.0], "slowest_over_mean": 1.25}]
     return {
         "decode": {"header": HEADER, "rows": decode, "trace": trace},
@@ -44,10 +48,20 @@ def every():
 
 
 def test_advice_is_what_layouts_and_measured_errors_say():
-    table = advice.advice()
-    assert table in (DOCS / "precision.md").read_text(), "run `python -m bench.advice`"
+    text = (DOCS / report.PRECISION).read_text()
+    assert report.BEGIN.format("advice") in text
+    assert text == report.advise(text, results.load()), "run `replayssm report`"
+    table = advice.advice([])
     assert "| fp32 | nvfp4 | 1.32 /" in table  # 1 + 0.594 / 4, and the ring's 0.17
-    assert "| not measured |" in table and "| 3.0e-03 |" in table
+    assert "| not measured |" in table and "| 3.0e-03 |" in table and "times as fast" not in table
+
+
+def test_advice_has_measured_times():
+    rows = [row(batch=256, family=f, state="fp16+sr", read="nvfp4", W=W, us=us)
+            for f, W, us in (("gdn", 16, 50.0), ("gdn", 32, 20.0), ("mamba2", 16, 40.0))]  # fmt: skip
+    table = advice.advice(rows + [row(batch=1, state="fp16+sr", read="nvfp4", us=1.0)])
+    assert "| times as fast, 256 requests |" in table and table.count("| 5.0 / - / 2.5 |") == 1
+    assert "times as fast" not in advice.advice([row(batch=256)]), "fp32 alone is no advice on formats"
 
 
 def page():
@@ -78,8 +92,16 @@ def test_tables(every):
     found = report.section("decode", every)
     assert "NVIDIA H200, 2030-01-01, driver 1, torch 2, Triton 3, commit abcdefabcdef; read ceiling 4.50 TB/s." in found
     assert (
-        "| Qwen3.5-4B (gdn) | fp32 | 4 | 50.0 | 40.0 | 0.80 | 2.00 (fast, 100.0 µs) | 1.10 (checkpointing, 55.0 µs) |" in found
+        "| Qwen3.5-4B (gdn) | fp32 | 4 | 16 | 50.0 | 40.0 | 0.80 | 2.00 (fast, 100.0 µs) | 1.10 (checkpointing, 55.0 µs) |"
+        in found
     )
+    assert "e4m3" not in found and "60.0" not in found, "fp32 at its fastest window alone"
+    found = report.section("formats", every)
+    assert (
+        "| Qwen3.5-4B (gdn) | fp32, read e4m3 | float16 | 4 | 16 | 41.0 | 0.98 | 2.44 (fast, 100.0 µs) | 10.0 | 0.80 | 4.00 |"
+        in found
+    )
+    assert "| 4 | 32 | 60.0 | 0.67 | 1.67 (fast, 100.0 µs) | 40.0 | 0.75 | 1.00 |" in found and found.count("Qwen3.5-4B") == 2
     found = report.section("verify", every)
     assert (
         "| Qwen3.5-4B (gdn) | 4 | 4 | 16 | 54.0 | 0.74 | 0.68 | 1.85 (fast, 100.0 µs) | 1.02 (checkpointing, 55.0 µs) |"
@@ -158,7 +180,7 @@ def test_a_page_keeps_what_is_outside_its_markers(every):
 
 @pytest.mark.parametrize("change", [("report: drift", "report: drft"), (report.END, ""), ("report: trace", "report: decode")])
 def test_markers_that_do_not_fit(change, every):
-    with pytest.raises(ValueError, match="expected a pair of markers for each of decode, trace, verify"):
+    with pytest.raises(ValueError, match="expected a pair of markers for each of decode, formats, trace, verify"):
         report.fill(page().replace(*change, 1), every)
 
 

@@ -91,11 +91,11 @@ def decode(
 ) -> None:
     """One token a request: microseconds per layer and step over whole flush cycles, share of the byte floor, ratios.
 
-    Peers hold fp32 states whatever ours are. Examples:
+    Every format and window is a row. Peers hold fp32 states whatever ours are; those that replay, the first window.
 
-      replayssm bench decode --layer Qwen3.5-4B --batch 64 --batch 256
+    Example: replayssm bench decode --layer Qwen3.5-4B --batch 64 --batch 256
 
-      replayssm bench decode --batch 256 --format fp32/e4m3 --format fp16+sr/nvfp4 --window 16 --window 32
+    Example: replayssm bench decode --batch 256 --format fp32/e4m3 --format fp16+sr/nvfp4 --window 16 --window 24
 
     Exit code 0, or 2 for bad input.
     """

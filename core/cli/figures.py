@@ -20,7 +20,8 @@ def report(
     """Draw every figure that the results allow and rewrite the tables between the markers of benchmarks.md.
 
     Where the folder has no benchmarks.md, one of figures and tables alone is written; the table of a README.md beside the
-    folder is rewritten as well, and parity.md from the parity*.json of every machine. What is not measured is listed.
+    folder is rewritten as well, that of precision.md, and parity.md from the parity*.json of every machine. What is not
+    measured is listed.
 
     Example: replayssm report --results bench/results/h200 --out docs
 
@@ -33,7 +34,7 @@ def report(
             raise
         refuse("matplotlib is not installed; pip install 'replayssm[cli]'")
     from replayssm.bench import matrix
-    from replayssm.bench.report import PAGE, README, bare, drawable, fill, missing, summarise
+    from replayssm.bench.report import PAGE, PRECISION, README, advise, bare, drawable, fill, missing, summarise
     from replayssm.bench.results import COMMITTED, load
 
     page, parity, written = out / PAGE, out / matrix.PAGE, []
@@ -53,10 +54,10 @@ def report(
     if machines:
         parity.write_text(matrices)
         written.append(parity)
-    readme = out.resolve().parent / README
-    if readme.is_file() and (text := summarise(readme.read_text(), found)) != readme.read_text():
-        readme.write_text(text)
-        written.append(readme)
+    for path, rewritten in ((out.resolve().parent / README, summarise), (out / PRECISION, advise)):
+        if path.is_file() and (text := rewritten(path.read_text(), found)) != path.read_text():
+            path.write_text(text)
+            written.append(path)
     if as_json:
         print(json.dumps({"written": list(map(str, written)), "missing": missing(found)}, indent=2))
         return

@@ -20,7 +20,9 @@ class Point:
     family: str
     layer: str
     replay: bool
+    batch: int
     tokens: int
+    window: int
     state: str
     read: str | None
     floor_us: float
@@ -33,19 +35,27 @@ class Curve:
 
     Attributes:
         same: whether kind of step and format are what was asked for.
+        small: the family's steps of one token, whose times fall alike below the first point; None: this curve is of those.
     """
 
     points: tuple[Point, ...]
     same: bool
+    small: Curve | None = None
+
+    def reaches(self, floor_us: float) -> bool:
+        """Whether batches as small as of this floor were measured; there is none below one request."""
+        first = self.points[0]
+        return floor_us >= first.floor_us * (1 - 1e-9) or first.batch == 1
 
     def us(self, floor_us: float) -> float:
         """Time of a step of this floor: between points by their logarithms, beyond the last by its share of the floor.
 
-        Below the first point it is that point's time: launches and dependent steps, not bytes, make it.
+        Below the first point it falls as ``small`` does, to the time of one request, which launches and dependent steps make
+        and not bytes; without ``small`` it is the first point's.
         """
         first, last = self.points[0], self.points[-1]
         if floor_us <= first.floor_us:
-            return first.us
+            return first.us * self.small.us(floor_us) / self.small.us(first.floor_us) if self.small else first.us
         for low, high in zip(self.points, self.points[1:], strict=False):
             if floor_us <= high.floor_us:
                 at = math.log(floor_us / low.floor_us) / math.log(high.floor_us / low.floor_us)
@@ -78,8 +88,9 @@ class Calibration:
         points = [point for result in every for row in result["rows"] for point in _points(row, head["read_ceiling"], replays)]
         return Calibration(head["device"], head["date"], head.get("commit", "unknown"), head["read_ceiling"], tuple(points))
 
-    def curve(self, model: Model, replay: bool, tokens: int, state: str, read: str | None) -> Curve | None:
-        """The measured steps nearest to one of this model: of its family, as many tokens, its formats, its state's size."""
+    def curve(self, model: Model, replay: bool, tokens: int, state: str, read: str | None, window: int) -> Curve | None:
+        """The measured steps nearest to one of this model: of its family, as many tokens, its formats, its state's size, and
+        for each batch the nearest window's."""
         family = MEASURED_AS.get(model.recurrence.name, model.recurrence.name)
         points = [point for point in self.points if (point.family, point.replay) == (family, replay)]
         if not points:
@@ -90,19 +101,24 @@ class Calibration:
             return abs(math.log(point.tokens / tokens)), (point.state, point.read) != (state, read), abs(size)
 
         least = min(map(distance, points))
-        nearest = {point.floor_us: point for point in points if distance(point) == least}
-        return Curve(tuple(nearest[floor] for floor in sorted(nearest)), same=not any(least[:2]))
+        nearest: dict[int, Point] = {}
+        for point in sorted(points, key=lambda point: abs(math.log(point.window / window)), reverse=True):
+            if distance(point) == least:
+                nearest[point.batch] = point
+        plain = (tokens, state, read) == (1, "fp32", None)
+        small = None if plain else self.curve(model, replay, 1, "fp32", None, window)
+        return Curve(tuple(sorted(nearest.values(), key=lambda point: point.floor_us)), not any(least[:2]), small)
 
 
 def _points(row: Mapping[str, Any], ceiling: float, replays: Callable[[str], bool]) -> Iterable[Point]:
     """A row's own step, and the fastest conventional one beside it."""
     if row["T"] == 1 and "one_step_us" in row:
         return  # verify repeats decode's steps, at other windows
-    about = (row["T"], row["state"], row["read"])
-    yield Point(row["family"], row["layer"], True, *about, row["floor_us"], row["us"])
+    step = (row["batch"], row["T"], row["W"])
+    yield Point(row["family"], row["layer"], True, *step, row["state"], row["read"], row["floor_us"], row["us"])
     conventional = [us for name, us in row.get("peers", {}).items() if not replays(name)]
     if conventional and row["layer"] in MODELS:
-        layout = MODELS[row["layer"]].layout(state=row["state"])
+        layout = MODELS[row["layer"]].layout()  # peers hold fp32 states beside every format of ours
         traffic = layout.step_bytes(row["T"])
         floor = row["batch"] * (traffic.conventional.total + traffic.io.total) / ceiling * 1e6
-        yield Point(row["family"], row["layer"], False, row["T"], row["state"], None, floor, min(conventional))
+        yield Point(row["family"], row["layer"], False, *step, layout.state, None, floor, min(conventional))

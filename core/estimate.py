@@ -180,19 +180,24 @@ class _Estimator:
 
     def cost(self, tokens: int, replay: bool) -> Cost:
         """All recurrent layers: the byte floor over the share that such steps were measured to reach."""
-        traffic = self.layout.step_bytes(tokens, self.of.acceptance)
-        one = self.of.batch * ((traffic.replay if replay else traffic.conventional).total + traffic.io.total)
-        floor = one / self.ceiling * 1e6
+        one, floor = self.floor(tokens, replay)
         curve = self.curve(tokens, replay)
         used = curve or self.curve(tokens, not replay)
         us = used.us(floor) if used else floor
-        measured = curve is not None and curve.same and self.of.gpu.device == self.calibration.device
+        here = self.of.gpu.device == self.calibration.device
+        measured = curve is not None and curve.same and curve.reaches(floor) and here
         layers = self.of.model.layers
         return Cost(one * layers, us * layers, floor / us, measured)
 
+    def floor(self, tokens: int, replay: bool) -> tuple[float, float]:
+        """Bytes of one layer's step, and the microseconds that they take at the read ceiling."""
+        traffic = self.layout.step_bytes(tokens, self.of.acceptance)
+        one = self.of.batch * ((traffic.replay if replay else traffic.conventional).total + traffic.io.total)
+        return one, one / self.ceiling * 1e6
+
     def curve(self, tokens: int, replay: bool) -> Curve | None:
         read = self.layout.read if replay else None  # only replay has a read copy
-        return self.calibration.curve(self.part, replay, tokens, self.layout.state, read)
+        return self.calibration.curve(self.part, replay, tokens, self.layout.state, read, self.layout.W)
 
     def held(self, tokens: int, replay: bool) -> tuple[int, int]:
         """Bytes of one request and layer: (states and ring, convolution window)."""
@@ -217,19 +222,24 @@ class _Estimator:
             yield f"{of.gpu.device}: not measured; the read ceiling is scaled by the datasheets' bandwidths."
         steps = [("Replay", of.tokens, True), *(("Conventional", tokens, False) for tokens in sorted({1, of.tokens}))]
         for name, tokens, replay in steps:
-            yield f"{name} steps of {tokens} token{'s' * (tokens > 1)}: {_source(self.curve(tokens, replay))}."
+            source = _source(self.curve(tokens, replay), self.floor(tokens, replay)[1])
+            yield f"{name} steps of {tokens} token{'s' * (tokens > 1)}: {source}."
         yield "Keys and values: read once a step, at the read ceiling; not measured."
         yield "Not counted: weights, experts, convolution, communication, host (--other-us adds them)."
         if of.model.note:
             yield f"Model: {of.model.note}."
 
 
-def _source(curve: Curve | None) -> str:
+def _source(curve: Curve | None, floor_us: float) -> str:
     if curve is None:
         return "not measured for this family; they are taken to reach the other way's share"
     at = curve.points[0]
-    read = f", read {at.read}" if at.read else ""
-    return f"from {at.layer}, T = {at.tokens}, state {at.state}{read}{'' if curve.same else '; not measured as asked'}"
+    read, asked = f", read {at.read}" if at.read else "", "" if curve.same else "; not measured as asked"
+    small = ""
+    if not curve.reaches(floor_us):
+        rule = "they are taken to fall as steps of one token do" if curve.small else "they are taken to take as long"
+        small = f"; not measured below {at.batch} requests, where {rule}"
+    return f"from {at.layer}, T = {at.tokens}, state {at.state}{read}{asked}{small}"
 
 
 def _faster(replay: Way, other: Way) -> dict[str, float]:

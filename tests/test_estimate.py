@@ -125,6 +125,40 @@ def test_between_and_beyond_measured_batches():
 
     assert us(16) == pytest.approx(math.sqrt(30 * 120))
     assert us(1) == pytest.approx(30) and us(640) == pytest.approx(1200)
+    text = " ".join(estimate(Deployment(QWEN, H200, 1, 0, window=16), calibration).basis)
+    assert "state fp32; not measured below 4 requests, where they are taken to take as long." in text
+
+
+def test_small_batches_of_what_was_measured_at_large_ones_alone(committed):
+    """Verification and formats fall as steps of one token do, and the output says that this is an assumption."""
+    decode = [row(batch=B, us=us, peers={"a": 2 * us}) for B, us in ((1, 5.0), (16, 20.0), (256, 200.0))]
+    several = row(batch=256, us=300.0, peers={"a": 900.0}, T=4)
+    several["floor_us"] = decode[2]["floor_us"]
+    other = row(batch=256, us=100.0, read="e4m3", floor_us=decode[1]["floor_us"])
+
+    def found(batch, tokens=1, **formats):
+        of = Deployment(QWEN, H200, batch, 0, tokens, window=16, formats=formats)
+        return estimate(of, calibrated(*decode, several, other))
+
+    def us(estimate):
+        return estimate.ways[-1].recurrent.us / 24
+
+    large, small = found(256, 4), found(1, 4)
+    assert us(small) < 300 * us(found(32)) / 200 and us(small) >= 300 / 200 * 5.0
+    assert not small.ways[-1].recurrent.measured and not small.ways[1].recurrent.measured
+    assumed = "not measured below 256 requests, where they are taken to fall as steps of one token do"
+    assert " ".join(small.basis).count(assumed) == 2, "replay and conventional steps of 4 tokens"
+    assert assumed not in " ".join(large.basis) + " ".join(found(1).basis)
+    assert us(found(1, read="e4m3")) == pytest.approx(100 / 20 * 5.0) and assumed in " ".join(found(1, read="e4m3").basis)
+    assert found(1).ways[-1].recurrent.measured
+
+
+def test_the_nearest_window_counts():
+    rows = [row(batch=64, us=us, W=W) for W, us in ((16, 100.0), (32, 50.0), (8, 400.0))]
+    for order in (rows, rows[::-1]):
+        for window, us in ((16, 100.0), (30, 50.0), (4, 400.0)):
+            curve = calibrated(*order).curve(QWEN, True, 1, "fp32", None, window)
+            assert [point.us for point in curve.points] == [us]
 
 
 def test_what_is_not_measured_says_so():
@@ -146,7 +180,7 @@ def test_nearest_layer_and_family():
     rows = [row("Qwen3.5-4B", us=1000.0), row("Nemotron-3-Super-120B-A12B", us=500.0), row("Kimi-Linear-48B-A3B", us=700.0)]
     calibration = calibrated(*rows)
     for name, layer in (("Qwen3-Next-80B-A3B", 0), ("Nemotron-3-Ultra-550B-A55B", 1), ("Kimi-K3", 2)):
-        curve = calibration.curve(models.find(name), True, 1, "fp32", None)
+        curve = calibration.curve(models.find(name), True, 1, "fp32", None, 16)
         assert [point.layer for point in curve.points] == [rows[layer]["layer"]]
 
 

@@ -59,6 +59,7 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
         one = Buffers(*(None if b is None else b[:1] for b in buffers))
         u, seed = torch.zeros(3, layout.H, 1, layout.V), torch.zeros(1, dtype=torch.int64)
         conventional.step(slots, 1, x, w, one, layout, "triton", out, slots, one, slots[:, None], u, None, slots, slots, seed)
+        conventional.step(slots, 3, x, w, one, layout, "triton", out, slots, one, slots[:, None])
 
     return ahead.launches(every)
 

@@ -28,13 +28,13 @@ from .recurrence import (
 
 
 @triton.jit
-def keyed_rng(seed, slot):
-    """The rng of a state that is stored in this slot; None without a seed."""
+def store_keyed(pool, d, slot, i_h, o_v, s, seed):
+    """A tile of a state into this slot, on which stochastic rounding's draws depend; without a seed, to the nearest."""
     if seed is None:
-        return None
+        store_state(pool, d, 0, slot, i_h, o_v, s, None)
     else:
         key = tl.load(seed)
-        return slot.to(tl.int32), key.to(tl.int32), (key >> 32).to(tl.int32)
+        store_state(pool, d, 0, slot, i_h, o_v, s, (slot.to(tl.int32), key.to(tl.int32), (key >> 32).to(tl.int32)))
 
 
 @triton.jit
@@ -78,14 +78,14 @@ def _conventional_kernel(
             q = load_chunks(token(x.q, n, i_g), True, d)
             q = scaled(q, d.SCALE * inverse_norm(q, d), d)
             store_output(readout(s, q, d), v, x, w, out, n, i_h, o_v)
-        if trail is not None:
+        if to is not None:
             to_slot = tl.load(to + i_b * T + i).to(tl.int64)
             if to_slot >= 0:
-                store_state(trail, d, 0, to_slot, i_h, o_v, s, keyed_rng(seed, to_slot))
+                store_keyed(trail, d, to_slot, i_h, o_v, s, seed)
     if last is not None:
         last_slot = tl.load(last + i_b).to(tl.int64)
         if (last_slot >= 0) & (rows > 0):
-            store_state(pool, d, 0, last_slot, i_h, o_v, s, keyed_rng(seed, last_slot))
+            store_keyed(pool, d, last_slot, i_h, o_v, s, seed)
 
 
 def conventional(

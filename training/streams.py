@@ -17,6 +17,7 @@ from replayssm.integrations.transformers.recall import Woven, weave
 SHARES = {"austen": 0.4, "shakespeare": 0.1, "bible": 0.15, "psalms": 0.2, "henry": 0.1, "devil": 0.05}  # of the excerpts
 EXCERPT = (16_384, 131_072)  # characters, log-uniform
 EVERY = (40, 400)  # characters between facts, log-uniform over excerpts
+DRILL = 0.5  # share of excerpts that are facts and questions alone, close to each other: what teaches to recall
 LOSS_WEIGHTS = (1.0, 0.2, 4.0)  # of text, facts and questions, answers: names and letters of facts cannot be predicted
 
 
@@ -53,6 +54,8 @@ def _windows(texts: dict[str, str], chance: random.Random, length: int) -> Itera
 
 
 def _excerpt(texts: dict[str, str], chance: random.Random) -> Woven:
+    if chance.random() < DRILL:
+        return weave(["\n"] * chance.randrange(256, 2048), chance, every=1, longest=chance.choice((128, 512, 2048)))
     text = texts[chance.choices(list(SHARES), list(SHARES.values()))[0]]
     size = int(math.exp(chance.uniform(*map(math.log, EXCERPT))))
     start = text.find("\n", chance.randrange(max(1, len(text) - size))) + 1

@@ -35,8 +35,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write(preset: str, folder: Path, **sizes: Any) -> Path:
+def write(preset: str, folder: Path, dtype: str = "float32", **sizes: Any) -> Path:
     """Writes a preset's model, fp32, with ``sizes`` in place of those entries of its configuration; returns the folder.
+
+    ``dtype`` is what activations will be: Kimi-Linear's class asks the configuration.
 
     No token ends a text: a request has as many as it asks for, and SGLang, which cannot know, admits more than fit.
 
@@ -49,7 +51,8 @@ def write(preset: str, folder: Path, **sizes: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = folder / "config.json"
-    config.write_text(json.dumps(published(json.loads(config.read_text())) | {"eos_token_id": None}, indent=1))
+    more = {"eos_token_id": None, "torch_dtype": dtype, "dtype": dtype}
+    config.write_text(json.dumps(published(json.loads(config.read_text())) | more, indent=1))
     weights = folder / "model.safetensors"
     save_file({_dense(name): tensor for name, tensor in load_file(weights).items()}, weights)
     return folder

@@ -64,17 +64,19 @@ def speed(
         }  # fmt: skip
 
 
-def parity(folder: Path, options: list[str], batches: list[int], tokens: int) -> Iterator[dict[str, Any]]:
+def parity(
+    folder: Path, options: list[str], batches: list[int], tokens: int, prefix: int, fp32: bool
+) -> Iterator[dict[str, Any]]:
     """A row a batch: every request's tokens, how likely the two likeliest were, and what befell it.
 
-    Half of the requests begin alike, as those of the batches before did: the prefix cache finds them.
+    Half of the requests begin with the same ``prefix`` tokens, as those of the batches before did: the prefix cache finds them.
     """
     from .requests import Request
     from .serving import Server
 
-    server = Server(folder, options)
+    server = Server(folder, options, fp32)
     vocabulary = server.scheduler.model_config.vocab_size
-    shared = prompts(1, 160, vocabulary)[0]
+    shared = prompts(1, prefix, vocabulary)[0]
     for batch in batches:
         tails = prompts(batch, 24, vocabulary, batch)
         requests = [

@@ -24,6 +24,7 @@ GPU = (
 )  # fmt: skip
 
 PROMPT = 64  # tokens
+PREFIX = 320  # tokens; SGLang keeps states every 256
 
 # What rounding makes of log-probabilities: other activations of the last bit make others of it, layer by layer.
 TIES = {"float32": 2e-3, "bfloat16": 0.25}
@@ -62,7 +63,10 @@ def parity(folder: Path, mode: str, batches: list[int], tokens: int, pool: int, 
         f"--max-running-requests={max(batches)}", f"--max-mamba-cache-size={8 * max(batches)}",
         "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, False),
     ]  # fmt: skip
-    return {"do": "parity", "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens}
+    return {
+        "do": "parity", "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens,
+        "prefix": min(PREFIX, pool // 4), "fp32": dtype == "float32",
+    }  # fmt: skip
 
 
 def unpack(archive: Path) -> Path:

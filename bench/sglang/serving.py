@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ class Server:
         pool: its pool of recurrent states.
     """
 
-    def __init__(self, folder: Path, options: Sequence[str]):
+    def __init__(self, folder: Path, options: Sequence[str], fp32: bool = False):
+        """Loads the model. ``fp32``: activations that not all of SGLang's kernels take."""
         load_plugins()
+        if fp32:
+            _prefer_torch()
         arguments = prepare_server_args(
             ["--model-path", str(folder), "--skip-tokenizer-init", "--grammar-backend=none", *options]
         )
@@ -83,6 +87,14 @@ class Server:
                 answer.likeliest += output.output_top_logprobs_val[i]
             answer.cached, answer.retracted = output.cached_tokens[i], output.retraction_counts[i]
             self._unfinished -= output.finished_reasons[i] is not None
+
+
+def _prefer_torch() -> None:
+    """Norms, activations and rotary embeddings by SGLang's own torch code: their kernels take 16-bit numbers alone."""
+    for name in ("layernorm", "activation", "rotary_embedding.base"):
+        for kind in vars(import_module(f"sglang.srt.layers.{name}")).values():
+            if isinstance(kind, type) and "forward_cuda" in vars(kind) and hasattr(kind, "forward_native"):
+                kind.forward_cuda = kind.forward_native
 
 
 def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:

@@ -122,7 +122,7 @@ def parity(
     for name in names:
         if all(results.has(name, b, modes.OURS, False) for b in batches):
             continue
-        folder = folders.write(name, out.with_suffix("") / name, **folders.SIZES[name])
+        folder = folders.write(name, out.with_suffix("") / name, dtype, **folders.SIZES[name])
         runs: dict[str, list[Row]] = {}
         _all(partial(answer, folder, runs), (modes.STOCK, modes.OURS), together=True)
         for stock, ours in zip(runs[modes.STOCK], runs[modes.OURS], strict=False):

@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from replayssm import Layout, ahead, cursor, ops
+from replayssm.layout import Inputs, Weights
 
 from .work import Work
 
@@ -24,16 +25,18 @@ def launches(layout: Layout, B: int) -> list[ahead.Launch]:
     states = torch.empty(B, layout.H, layout.V, layout.K, device="meta")
     derived = layout.recurrence.decay == "derived"
     A = torch.zeros(2, layout.H) if derived else None
-    x = dict.fromkeys("qkvbaz") | work.entry(0)
-    w = work.w | ({"A": A[0]} if A is not None else {})
+    entry = work.entry(0)
+    x, w = Inputs(*(entry.get(name) for name in Inputs._fields)), Weights(**work.w)  # type: ignore[arg-type]  # q, k, v always are
+    if A is not None:
+        w = w._replace(A=A[0])
 
     def every() -> None:
         ops.load(states[None], buffers, cursors.key, slots, 0, layout, "triton")
-        ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton")
-        ops.flush(rows, buffers, A, layout, "triton")
-        ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
-        ops.commit(rows, None, cursors, "triton")
-        ops.commit(rows, slots, cursors, "triton")
+        ops.plan(B, 1, False, cursors, layout, "triton")(slots, None, None, None, None, rows, None)
+        ops.flush(B, buffers, A, layout, "triton")(rows)
+        ops.step(B, 1, x, out, buffers, layout, "triton")(rows, None, 0, x, w, out)
+        for accepted in (None, slots):
+            ops.commit(B, cursors, "triton")(rows, accepted)
 
     return ahead.launches(every)
 

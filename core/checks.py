@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .cursor import PLAN, Cursors, Plan
 from .formats import E4M3
-from .layout import ACTIVATIONS, Layout
+from .layout import ACTIVATIONS, Conv, Inputs, Layout, Weights
 
 Size = int | str | None  # of one dimension; a name where only its user knows it
 INTEGERS = (torch.int32, torch.int64)
@@ -39,15 +39,17 @@ def expect(
         raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")
 
 
+def form(x: Tensor | None) -> tuple[object, ...] | None:
+    """What a check and a launch depend on of a tensor: all but where it is, and of that the alignment."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15)
+
+
 class Wanted(NamedTuple):
     """What a tensor has to be. given: it must be there, it must not, or (None) either."""
 
     shape: tuple[Size, ...]
     dtypes: tuple[torch.dtype, ...]
     given: bool | None
-
-
-NONE = Wanted((), (), False)
 
 
 def step_tensors(layout: Layout, N: Size) -> dict[str, Wanted]:
@@ -130,8 +132,36 @@ class Checks:
         if distinct and torch.unique(live).numel() != live.numel():
             raise ValueError(f"{name}: expected each live slot once, got {slots.tolist()}")
 
-    def debug_plan(self, slots: Tensor, t: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        """Tokens per row and the cursors of the rows' slots are in range."""
+    def plan(
+        self,
+        slots: Tensor,
+        t: int | Tensor,
+        force: Tensor | None,
+        cu_seqlens: Tensor | None,
+        parents: Tensor | None,
+        max_rows: int,
+    ) -> None:
+        """A plan's arguments."""
+        B, T_max = slots.numel(), self.layout.T_max
+        expect("slots", slots, (B,), INTEGERS, self.device)
+        if B > max_rows:
+            raise ValueError(f"slots: expected at most max_rows = {max_rows} rows, got {B}")
+        if isinstance(t, int) and not 0 <= t <= T_max:
+            raise ValueError(f"t: expected 0 ... T_max = {T_max}, got {t}")
+        for name, x, n, kind in (
+            ("t", t, B, INTEGERS),
+            ("force", force, B, FLAGS),
+            ("cu_seqlens", cu_seqlens, B + 1, INTEGERS),
+        ):
+            if isinstance(x, Tensor):
+                expect(name, x, (n,), kind, self.device)
+        if cu_seqlens is not None and (isinstance(t, Tensor) or t != 1):
+            raise ValueError("t: expected to be left alone with cu_seqlens, which says the tokens of each row")
+        self.of_tree("parents", parents, B)
+
+    def debug_plan(self, slots: Tensor, T: int, t: Tensor | None, cu_seqlens: Tensor | None, parents: Tensor | None) -> None:
+        """Slots, tokens per row, the cursors of the rows' slots and what tokens follow are in range."""
+        self.slots("slots", slots, settled=True, distinct=True)
         for name, n in (
             ("t", None if t is None else t[slots >= 0]),
             ("cu_seqlens", None if cu_seqlens is None else cu_seqlens.diff()),
@@ -143,6 +173,8 @@ class Checks:
             x = getattr(self.cursors, name)[live]
             if bool(((x < 0) | (x > most)).any()):
                 raise ValueError(f"cursors.{name}: expected 0 ... {most}, got {x.tolist()} in slots {live.tolist()}")
+        if parents is not None:
+            self._debug_parents(slots, T, t, cu_seqlens, parents)
 
     def of_tree(self, name: str, x: Tensor | None, B: int) -> None:
         """Integers [B, T_max], contiguous, if any."""
@@ -151,10 +183,8 @@ class Checks:
             if not x.is_contiguous():
                 raise ValueError(f"{name}: expected contiguous [B, T_max], got strides {x.stride()}")
 
-    def debug_parents(self, slots: Tensor, T: int, t: Tensor | None, cu_seqlens: Tensor | None, parents: Tensor | None) -> None:
+    def _debug_parents(self, slots: Tensor, T: int, t: Tensor | None, cu_seqlens: Tensor | None, parents: Tensor) -> None:
         """The tokens that live rows take follow an earlier one or the committed history."""
-        if parents is None:
-            return
         t = torch.full_like(slots, T) if t is None else t
         t = torch.where(slots >= 0, t if cu_seqlens is None else cu_seqlens.diff(), 0)
         i = torch.arange(parents.shape[1], device=parents.device)
@@ -164,6 +194,16 @@ class Checks:
             raise ValueError(
                 f"parents: expected -1 ... {token - 1} for token {token}, got {int(parents[row, token])} in row {row}"
             )
+
+    def commit(self, plan: Plan, accepted: Tensor | None, path: Tensor | None) -> None:
+        """A commit's arguments."""
+        B = plan.rows.shape[0]
+        if accepted is not None:
+            expect("accepted", accepted, (B,), INTEGERS, self.device)
+        if (path is None) != (plan.tree is None):
+            wanted = "None for a plan without parents" if plan.tree is None else f"[{B}, T_max] for a plan with parents"
+            raise ValueError(f"path: expected {wanted}, got {describe(path)}")
+        self.of_tree("path", path, B)
 
     def debug_commit(self, plan: Plan, accepted: Tensor | None, path: Tensor | None) -> None:
         """Live rows keep no more tokens than they have, and of a tree a path from a root down."""
@@ -236,17 +276,38 @@ class Checks:
         if conv is not None and spec is not None:
             expect("conv", conv, (layers, B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
 
-    def step(self, tokens: int | None, x: dict[str, Tensor | None], w: dict[str, Tensor | None]) -> None:
+    def step(self, tokens: int | None, x: Inputs, w: Weights, out: Tensor | None) -> None:
         """A step's tokens and weights: which are there, their shapes, dtypes and strides."""
-        v = x["v"]
-        N = v.shape[0] if tokens is None and v is not None else tokens
-        wanted = step_tensors(self.layout, N) | ({"A": NONE} if self.layout.recurrence.decay == "derived" else {})
-        for name, tensor in (*x.items(), *w.items()):
+        N = x.v.shape[0] if tokens is None and x.v is not None else tokens
+        wanted = step_tensors(self.layout, N)
+        for name, tensor in (*x._asdict().items(), *w._asdict().items()):
             one = wanted[name]
             if one.given not in (None, tensor is not None):
                 expected = f"{list(one.shape)}" if one.given else "None"
                 raise ValueError(f"{name}: expected {expected} for {self.layout.recurrence.name}, got {describe(tensor)}")
             if tensor is not None:
                 expect(name, tensor, one.shape, one.dtypes, self.device)
-                if name in w and not tensor.is_contiguous():
+                if name in w._fields and not tensor.is_contiguous():
                     raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")
+        if out is not None:
+            expect("out", out, x.v.shape, self.layout.act, self.device)
+
+    def conv(self, tokens: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> None:
+        """A convolution's inputs and weights."""
+        spec = self.convolution()
+        expect("x", x, (x.shape[0] if tokens is None else tokens, spec.channels), self.layout.act, self.device)
+        expect("weight", weight, (spec.channels, spec.width), ACTIVATIONS, self.device)
+        if not weight.is_contiguous():
+            raise ValueError(f"weight: expected contiguous [C, width], got strides {weight.stride()}")
+        if bias is not None:
+            expect("bias", bias, (spec.channels,), ACTIVATIONS, self.device)
+        if out is not None:
+            expect("out", out, x.shape, x.dtype, self.device)
+
+    def convolution(self) -> Conv:
+        """The layout's convolution."""
+        if self.layout.conv is None:
+            raise ValueError(
+                "layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself"
+            )
+        return self.layout.conv

@@ -13,8 +13,8 @@ from . import formats, kernels, launch
 from .eager import scatter
 from .formats import Stored
 from .kernels import arguments
-from .kernels.arguments import Inputs, Weights, tokens
-from .layout import Buffers, Layout
+from .kernels.arguments import tokens
+from .layout import Buffers, Inputs, Layout, Weights
 from .recurrence import epilogue, gates, unit
 
 

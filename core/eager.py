@@ -1,6 +1,6 @@
 """Backend `torch`: the whole contract in vectorised torch, on any device, without kernels and without a host sync.
 
-It takes the arguments of the Triton launchers but plain tensors, and any number of tokens per row.
+Functions take what a kernel's launch is called with, then what that has settled, as plain tensors; any number of tokens a row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from . import formats
 from .cursor import Cursors, append_row, committed, flush_rule, next_ticket, phase
 from .formats import LOADED, Format, Stored
-from .layout import STORED, Buffers, Layout
+from .layout import STORED, Buffers, Inputs, Layout, Weights
 from .recurrence import L2_EPS, READOUT_G_FLOOR, epilogue, gates, unit
 
 
@@ -42,12 +42,12 @@ def plan(
     t: Tensor | None,
     force: Tensor | None,
     cu_seqlens: Tensor | None,
-    cursors: Cursors,
+    parents: Tensor | None,
     out: Tensor,
+    tree: Tensor | None,
+    cursors: Cursors,
     T: int,
     layout: Layout,
-    parents: Tensor | None = None,
-    tree: Tensor | None = None,
 ) -> None:
     """As kernels.cursor.plan."""
     B = slots.shape[0]
@@ -168,21 +168,14 @@ def flush(plan: Tensor, buffers: Buffers, A: Tensor | None, layout: Layout) -> N
 
 def step(
     plan: Tensor,
+    tree: Tensor | None,
     layer: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor | None,
-    a: Tensor | None,
-    z: Tensor | None,
-    A: Tensor | None,
-    dt_bias: Tensor | None,
-    D: Tensor | None,
-    buffers: Buffers,
+    x: Inputs,
+    w: Weights,
     out: Tensor,
+    buffers: Buffers,
     T: int,
     layout: Layout,
-    tree: Tensor | None = None,
 ) -> None:
     """One step of one layer, up to T tokens per row; reads plan rows, writes ``out`` [N, H, V] and the layer's buffers."""
     row, heads = layout.recurrence, layout.H // layout.G
@@ -213,7 +206,7 @@ def step(
         newest = ring.gsum[slot, :, append_row(start, count.clamp(min=1) - 1, layout.R)]
         gsum_m = torch.where((count > 0)[:, None, None], newest, 0.0)[:, None]  # of the history's end, then of the tokens
     else:
-        g_j = (A * records(ring.beta))[..., None]
+        g_j = (w.A * records(ring.beta))[..., None]
         g_m = g_j[:, :0]
 
     # Tokens of this step, [B, i, heads, ...]: on a token's path, or masked away before any arithmetic.
@@ -223,14 +216,14 @@ def step(
     def before(i: int, history: Tensor, x: Tensor) -> Tensor:
         return torch.cat([history, torch.where(path[:, i, :i, None, None], x, 0.0)], 1)
 
-    for i in range(T if q.shape[0] else 0):
-        n, on = (first + i).clamp(max=q.shape[0] - 1), i < t
+    for i in range(T if x.q.shape[0] else 0):
+        n, on = (first + i).clamp(max=x.q.shape[0] - 1), i < t
         token = {
-            name: x if x is None else torch.where(on.view(-1, *[1] * (x.dim() - 1)), x[n], 0)
-            for name, x in {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}.items()
+            name: one if one is None else torch.where(on.view(-1, *[1] * (one.dim() - 1)), one[n], 0)
+            for name, one in x._asdict().items()
         }
         x_v = token["v"].float()
-        beta, g = gates(row, token["b"], token["a"], A, dt_bias, x_v)
+        beta, g = gates(row, token["b"], token["a"], w.A, w.dt_bias, x_v)
         q_t = (unit(row, token["q"].float()) * row.q_scale(layout.K)).repeat_interleave(heads, 1)
         k_t = unit(row, token["k"].float()).repeat_interleave(heads, 1)
         if row.stores_g:
@@ -243,7 +236,7 @@ def step(
         k_E, u_i = before(i, k_j, k_m) * E_j, before(i, u_j, u_m)
         u = beta[..., None] * (x_v - _readout(k_t, state, E_0, k_E, u_i) if row.delta else x_v)
         o = _readout(q_t, state, E_0, k_E, u_i) + u * torch.einsum("bhk,bhk->bh", k_t, q_t)[..., None]
-        scatter(out, torch.where(on, first + i, -1), epilogue(o, x_v, D, token["z"]))
+        scatter(out, torch.where(on, first + i, -1), epilogue(o, x_v, w.D, token["z"]))
 
         finite = torch.finfo(layout.u).max  # saturate: a helper's overflow must not become an infinity
         new = {"k": token["k"], "v": token["v"], "beta": beta, "g": g, "u": u.clamp(-finite, finite)}
@@ -307,16 +300,16 @@ def materialize(
 
 def conv(
     plan: Tensor,
+    tree: Tensor | None,
     layer: int,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    ring: Tensor,
     out: Tensor,
-    R: int,
+    ring: Tensor,
     T: int,
     silu: bool,
-    tree: Tensor | None = None,
+    layout: Layout,
 ) -> None:
     """As kernels.conv.conv; ring [L, S, 1, R, C]."""
     slots, _, _, t, _, append, first, *_ = (c.long()[:, None] for c in plan.unbind(1))
@@ -326,7 +319,7 @@ def conv(
         return
     i = torch.arange(1 - taps, T, device=x.device)
     inputs = torch.cat(
-        [ring[layer, slot, 0, (append + i[: taps - 1]) % R], x[(first + i[taps - 1 :]).clamp(max=x.shape[0] - 1)]], 1
+        [ring[layer, slot, 0, (append + i[: taps - 1]) % layout.R], x[(first + i[taps - 1 :]).clamp(max=x.shape[0] - 1)]], 1
     )  # [B, taps - 1 + T, C]: input a, < 0 for a committed one, stands at taps - 1 + a
     parents, _ = _lineage(tree, B, T, x.device)
     a, i = i[taps - 1 :].expand(B, T), i[taps - 1 :]
@@ -337,5 +330,5 @@ def conv(
     on = i < t
     y = torch.nn.functional.silu(y) if silu else y
     scatter(out, torch.where(on, first + i, -1).flatten(), y.flatten(0, 1))
-    rows = append_row(append, i, R).flatten()
+    rows = append_row(append, i, layout.R).flatten()
     _scatter_rows(ring[layer].transpose(1, 2), torch.where(on, slots, -1).flatten(), rows, inputs[:, taps - 1 :].flatten(0, 1))

@@ -58,6 +58,25 @@ class Buffers(NamedTuple):
         return Buffers(*(None if x is None else x[layer] for x in self))  # type: ignore[arg-type]  # state, k, v always are
 
 
+class Inputs(NamedTuple):
+    """A step's packed tokens; absent ones are None. In kernels: pointers with their strides."""
+
+    q: Tensor  # [N, G, K]
+    k: Tensor  # [N, G, K]
+    v: Tensor  # [N, H, V]
+    b: Tensor | None  # [N, H]
+    a: Tensor | None  # [N, H] or [N, H, K]
+    z: Tensor | None  # [N, H, V]
+
+
+class Weights(NamedTuple):
+    """A layer's own parameters, contiguous; absent ones are None."""
+
+    A: Tensor | None  # [H]
+    dt_bias: Tensor | None  # [H] or [H, K]
+    D: Tensor | None  # [H]
+
+
 def states(tensor: Tensor) -> Buffers:
     """A caller's states [L, B, H, V, K] in the checkpoint's place, with nothing beside them."""
     return Buffers(tensor, *[None] * (len(Buffers._fields) - 1))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,120 +14,104 @@ from torch import Tensor
 from . import eager, kernels, launch
 from .cursor import Cursors
 from .kernels import arguments
-from .kernels.arguments import Inputs, Weights, tokens
-from .layout import STORED, Buffers, Layout, states
+from .kernels.arguments import Tokens
+from .layout import STORED, Buffers, Inputs, Layout, Weights, states
 
 BACKENDS = ("triton", "torch")
+Ready = Callable[..., None]  # an operation with all that stays the same from step to step settled
+Pool = Buffers | None
 
 
-def _cursor_backend(backend: str) -> ModuleType:
-    return kernels.cursor if backend == "triton" else eager
+def _nothing(*args: object) -> None:
+    """What there is to do for no rows."""
 
 
-def plan(
-    slots: Tensor,
-    t: Tensor | None,
-    force: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cursors: Cursors,
-    out: Tensor,
-    T: int,
-    layout: Layout,
-    backend: str,
-    parents: Tensor | None = None,
-    tree: Tensor | None = None,
-) -> None:
-    """Write plan rows ``out`` [B, len(PLAN)] int32, mark their slots pending and move the cursors of those that flush.
+def plan(B: int, T: int, tree: bool, cursors: Cursors, layout: Layout, backend: str) -> Ready:
+    """The plan of a step of B rows: call it with (slots, t, force, cu_seqlens, parents, out, tree).
+
+    It writes plan rows ``out``, marks their slots pending and moves the cursors of those that flush.
 
     Args:
         slots: [B] int32 or int64; negative rows are padding.
         t: [B] tokens per row, or None for T each (with cu_seqlens: the differences).
         force: [B] non-zero where the row flushes in any case, or None.
         cu_seqlens: [B + 1] first packed token of each row, or None where row b starts at b T.
-        cursors: of the slots; all but ``key`` are written.
         parents: [B, T_max] the token that each follows, -1 for the committed history, or None where it is the one before.
+        out: [B, len(PLAN)] int32, written.
         tree: with parents, [B, 2, T_max] int32, written: parents, and the bits of each token and its ancestors.
+        cursors: of the slots; all but ``key`` are written.
     """
-    if slots.shape[0]:
-        rules = _cursor_backend(backend)
-        rules.plan(slots, t, force, cu_seqlens, cursors, out, T, layout, parents, tree)
+    if B == 0:
+        return _nothing
+    if backend == "torch":
+        return partial(eager.plan, cursors=cursors, T=T, layout=layout)
+    return kernels.cursor.plan(B, T, tree, cursors, layout)
 
 
-def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors, backend: str) -> None:
-    """Move the cursors of the plan's pending slots by ``accepted`` [B] tokens (None: all); again changes nothing."""
-    if plan.shape[0]:
-        _cursor_backend(backend).commit(plan, accepted, cursors)
+def commit(B: int, cursors: Cursors, backend: str) -> Ready:
+    """The commit of B rows: call it with (plan, accepted), [B] tokens that stay (None: all); again changes nothing."""
+    if B == 0:
+        return _nothing
+    return partial(eager.commit, cursors=cursors) if backend == "torch" else kernels.cursor.commit(B, cursors)
 
 
-def compact(
-    plan: Tensor,
-    path: Tensor,
-    accepted: Tensor | None,
-    buffers: Buffers,
-    pending: Tensor,
-    layout: Layout,
-    backend: str,
-) -> None:
-    """Move the records of the first ``accepted`` [B] nodes (None: t) of each ``path`` [B, T_max] together, all layers.
+def compact(B: int, buffers: Buffers, pending: Tensor, layout: Layout, backend: str) -> Ready:
+    """Moves accepted paths of B rows together, all layers: call it with (plan, path, accepted), before ``commit``.
 
-    For the plan's pending slots; before ``commit``.
+    The records of the first ``accepted`` [B] nodes (None: t) of each ``path`` [B, T_max] of the plan's pending slots.
     """
-    if plan.shape[0] == 0:
-        return
+    if B == 0:
+        return _nothing
     if backend == "torch":
-        eager.compact(plan, path, accepted, buffers, pending, layout)
-    else:
-        kernels.compact.compact(plan, path, accepted, buffers, pending, layout)
+        return partial(eager.compact, buffers=buffers, pending=pending, layout=layout)
+    return kernels.compact.compact(B, buffers, pending, layout)
 
 
-def step(
-    plan: Tensor,
-    layer: int,
-    x: dict[str, Tensor | None],
-    w: dict[str, Tensor | None],
-    buffers: Buffers,
-    out: Tensor,
-    T: int,
-    layout: Layout,
-    backend: str,
-    pool: Buffers | None = None,
-    tree: Tensor | None = None,
-) -> None:
-    """One step of one layer: see ``ReplayState.step``. ``pool``: the buffers' Rows, where the caller keeps them."""
-    if plan.shape[0] == 0:
-        return
+def step(B: int, T: int, x: Inputs, out: Tensor, buffers: Buffers, layout: Layout, backend: str, pool: Pool = None) -> Ready:
+    """One step of one layer, B rows of at most T tokens: call it with (plan, tree, layer, x, w, out), see ``ReplayState.step``.
+
+    Args:
+        x, out: for their strides alone.
+        pool: the buffers' Rows, where the caller keeps them.
+    """
+    if B == 0:
+        return _nothing
     if backend == "torch":
-        eager.step(plan, layer, **x, **w, buffers=buffers, out=out, T=T, layout=layout, tree=tree)
-        return
-    inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))
-    weights, pool, B = Weights(**w), pool or arguments.pool(buffers), plan.shape[0]
+        return partial(eager.step, buffers=buffers, T=T, layout=layout)
+    pool = pool or arguments.pool(buffers)
     if T <= 1:
-        kernels.decode.decode(plan, layer, inputs, weights, pool, out, layout, launch.decode(layout, B))
+        launched = kernels.decode.decode(B, pool, layout, launch.decode(layout, B))
     else:
-        kernels.verify.verify(plan, layer, inputs, weights, pool, out, T, layout, launch.verify(layout, B), tree)
+        launched = kernels.verify.verify(B, T, pool, layout, launch.verify(layout, B))
+    strides = [None if one is None else one.stride()[:2] for one in (*x, out)]
+
+    def run(plan: Tensor, tree: Tensor | None, layer: int, x: Inputs, w: Weights, out: Tensor) -> None:
+        *tokens, to = [s and Tokens(one, *s) for one, s in zip((*x, out), strides, strict=True)]
+        launched(*((plan,) if T <= 1 else (plan, tree)), layer, Inputs(*tokens), w, to)
+
+    return run
 
 
 def conv(
-    plan: Tensor,
-    layer: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ring: Tensor,
-    out: Tensor,
-    T: int,
-    silu: bool,
-    layout: Layout,
-    backend: str,
-    tree: Tensor | None = None,
-) -> None:
-    """Causal convolution of one layer's step: see ``ReplayState.conv``. ``ring`` [L, S, 1, R, C] is read and written."""
-    if plan.shape[0] == 0:
-        return
+    B: int, tree: bool, x: Tensor, weight: Tensor, out: Tensor, ring: Tensor, T: int, silu: bool, layout: Layout, backend: str
+) -> Ready:
+    """One layer's convolution of B rows: call it with (plan, tree, layer, x, weight, bias, out), see ``ReplayState.conv``.
+
+    Args:
+        x, weight, out: for their strides and sizes alone.
+        ring: [L, S, 1, R, C], read and written.
+    """
+    if B == 0:
+        return _nothing
     if backend == "torch":
-        eager.conv(plan, layer, x, weight, bias, ring, out, layout.R, T, silu, tree)
-    else:
-        kernels.conv.conv(plan, layer, x, weight, bias, arguments.rows(ring), out, layout.R, silu, tree)
+        return partial(eager.conv, ring=ring, T=T, silu=silu, layout=layout)
+    launched = kernels.conv.conv(B, weight.shape[1], silu, tree, arguments.rows(ring), layout)
+    read, written = x.stride(0), out.stride(0)
+
+    def run(plan, tree, layer, x, weight, bias, out) -> None:
+        launched(plan, tree, layer, Tokens(x, read, 0), weight, bias, Tokens(out, written, 0))
+
+    return run
 
 
 def materialize(
@@ -151,18 +135,17 @@ def materialize(
         kernels.materialize.materialize(pool, slots, cursors, n, into, to_slots, None, A, 0, layout, record)
 
 
-def flush(plan: Tensor, buffers: Buffers, A: Tensor | None, layout: Layout, backend: str, pool: Buffers | None = None) -> None:
-    """Fold the rings of the plan's flushing rows into their checkpoints and read copies, all layers, with ``A`` [L, H].
+def flush(B: int, buffers: Buffers, A: Tensor | None, layout: Layout, backend: str, pool: Pool = None) -> Ready:
+    """Folds the rings of B rows' flushing ones into checkpoints and read copies, all layers, with ``A`` [L, H].
 
-    After ``plan``, which has moved the cursors, and before any ``step``. ``pool``: the buffers' Rows, where the caller keeps
-    them.
+    Call it with (plan,), after ``plan``, which has moved the cursors, and before any ``step``. ``pool``: as in ``step``.
     """
-    if plan.shape[0] == 0:
-        return
+    if B == 0:
+        return _nothing
     if backend == "torch":
-        eager.flush(plan, buffers, A, layout)
-    else:
-        kernels.materialize.flush(plan, pool or arguments.pool(buffers), A, layout, launch.materialize(layout))
+        return partial(eager.flush, buffers=buffers, A=A, layout=layout)
+    launched = kernels.materialize.flush(B, pool or arguments.pool(buffers), A, layout, launch.materialize(layout))
+    return lambda plan: launched(plan, None, None, None)
 
 
 def load(source: Tensor, buffers: Buffers, key: Tensor, slots: Tensor, first: int, layout: Layout, backend: str) -> None:
@@ -214,30 +197,32 @@ def _define(name: str, schema: str, implementation: Callable[..., None]) -> None
     torch.library.register_fake(f"replayssm::{name}", lambda *args: None, lib=_library)
 
 
-def _step_op(plan_rows, tree, layer, q, k, v, b, a, z, A, dt_bias, D, *rest):
+def _step_op(plan_rows, tree, layer, *rest):
+    x, w, rest = Inputs(*rest[:6]), Weights(*rest[6:9]), rest[9:]
     *buffers, out, T, layout, backend = rest
-    x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
-    w = {"A": A, "dt_bias": dt_bias, "D": D}
-    step(plan_rows, layer, x, w, Buffers(*buffers), out, T, Layout.parse(layout), backend, tree=tree)
+    step(plan_rows.shape[0], T, x, out, Buffers(*buffers), Layout.parse(layout), backend)(plan_rows, tree, layer, x, w, out)
 
 
 def _plan_op(slots, t, force, cu_seqlens, parents, *rest):
     *cursors, out, tree, T, layout, backend = rest
-    plan(slots, t, force, cu_seqlens, Cursors(*cursors), out, T, Layout.parse(layout), backend, parents, tree)
+    ready = plan(slots.shape[0], T, tree is not None, Cursors(*cursors), Layout.parse(layout), backend)
+    ready(slots, t, force, cu_seqlens, parents, out, tree)
 
 
 def _compact_op(plan_rows, path, accepted, *rest):
     *buffers, pending, layout, backend = rest
-    compact(plan_rows, path, accepted, Buffers(*buffers), pending, Layout.parse(layout), backend)
+    compact(plan_rows.shape[0], Buffers(*buffers), pending, Layout.parse(layout), backend)(plan_rows, path, accepted)
 
 
 def _commit_op(plan_rows, accepted, *rest):
     *cursors, _, backend = rest
-    commit(plan_rows, accepted, Cursors(*cursors), backend)
+    commit(plan_rows.shape[0], Cursors(*cursors), backend)(plan_rows, accepted)
 
 
 def _conv_op(plan_rows, tree, layer, x, weight, bias, ring, out, T, silu, layout, backend):
-    conv(plan_rows, layer, x, weight, bias, ring, out, T, silu, Layout.parse(layout), backend, tree)
+    B, has_tree = plan_rows.shape[0], tree is not None
+    ready = conv(B, has_tree, x, weight, out, ring, T, silu, Layout.parse(layout), backend)
+    ready(plan_rows, tree, layer, x, weight, bias, out)
 
 
 def _materialize_op(slots, n, *rest):
@@ -249,7 +234,7 @@ def _materialize_op(slots, n, *rest):
 
 def _flush_op(plan_rows, *rest):
     *buffers, A, layout, backend = rest
-    flush(plan_rows, Buffers(*buffers), A, Layout.parse(layout), backend)
+    flush(plan_rows.shape[0], Buffers(*buffers), A, Layout.parse(layout), backend)(plan_rows)
 
 
 def _load_op(source, *rest):

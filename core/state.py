@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, cursor, ops, transfer
-from .checks import FLAGS, INTEGERS, Checks, describe, expect
+from .checks import INTEGERS, Checks, describe, expect, form
 from .cursor import PLAN_WIDTH, Cursors, Plan
 from .export import Export
 from .formats import Stored
-from .layout import ACTIVATIONS, STORED, Buffers, Layout
+from .layout import STORED, Buffers, Inputs, Layout, Weights
+
+MOST_READY = 4096
 
 
 def _debug_from_environment() -> bool:
@@ -84,6 +88,8 @@ class ReplayState:
         self._plans = torch.zeros(max_rows, PLAN_WIDTH, dtype=torch.int32, device=device)
         self._trees = torch.zeros(max_rows, 2, layout.T_max, dtype=torch.int32, device=device)
         self._pool = ops.arguments.pool(buffers) if backend == "triton" else None
+        self._A = None if A is None else A.unbind()
+        self._ready: dict[tuple[object, ...], Any] = {}
         self._ran: set[int] = set()
         self._spec = layout.spec  # TorchDynamo cannot trace its making
 
@@ -116,38 +122,42 @@ class ReplayState:
         Returns:
             The plan, valid until the next one. Its slots are pending until ``commit``.
         """
-        B, layout = self._checks.slots("slots", slots, settled=True, distinct=True), self.layout
-        if B > self._plans.shape[0]:
-            raise ValueError(f"slots: expected at most max_rows = {self._plans.shape[0]} rows, got {B}")
-        T = t if isinstance(t, int) else layout.T_max
-        if not 0 <= T <= layout.T_max:
-            raise ValueError(f"t: expected 0 ... T_max = {layout.T_max}, got {t}")
         per_row = t if isinstance(t, Tensor) else None
-        for name, x, n, kind in (
-            ("t", per_row, B, INTEGERS),
-            ("force", force, B, FLAGS),
-            ("cu_seqlens", cu_seqlens, B + 1, INTEGERS),
-        ):
-            if x is not None:
-                expect(name, x, (n,), kind, self.device)
-        if cu_seqlens is not None:
-            if per_row is not None or t != 1:
-                raise ValueError("t: expected to be left alone with cu_seqlens, which says the tokens of each row")
-            T = layout.T_max
-        self._checks.of_tree("parents", parents, B)
-        if self.debug:
-            self._checks.debug_plan(slots, per_row, cu_seqlens)
-            self._checks.debug_parents(slots, T, per_row, cu_seqlens, parents)
-        rows, tree = self._plans[:B], None if parents is None else self._trees[:B]
+        T = t if isinstance(t, int) and cu_seqlens is None else self.layout.T_max
+        args = slots, per_row, force, cu_seqlens, parents
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.plan(
-                slots, per_row, force, cu_seqlens, parents, *self.cursors, rows, tree, T, self._spec, self.backend
-            )
+            plan = self._planned(t, T, *args)
+            torch.ops.replayssm.plan(*args, *self.cursors, plan.rows, plan.tree, T, self._spec, self.backend)
+            torch.ops.replayssm.flush(plan.rows, *self.buffers, self.A, self._spec, self.backend)
         else:
-            ops.plan(slots, per_row, force, cu_seqlens, self.cursors, rows, T, layout, self.backend, parents, tree)
-        self._flush(rows)
+            key = "plan", None if per_row is not None else t, *map(form, args)
+            run, flush, plan = self._kept(key, lambda: self._ready_plan(t, T, *args))
+            if self.debug:
+                self._checks.debug_plan(slots, T, per_row, cu_seqlens, parents)
+            run(*args, plan.rows, plan.tree)
+            flush(plan.rows)
         self._ran.clear()
-        return Plan(rows, T, None if cu_seqlens is not None else B * T, tree)
+        return plan
+
+    def _planned(self, t, T, slots, per_row, force, cu_seqlens, parents) -> Plan:  # type: ignore[no-untyped-def]
+        """The views that a plan of these arguments is written to, once they are as expected."""
+        self._checks.plan(slots, t, force, cu_seqlens, parents, self._plans.shape[0])
+        B = slots.shape[0]
+        return Plan(self._plans[:B], T, None if cu_seqlens is not None else B * T, None if parents is None else self._trees[:B])
+
+    def _ready_plan(self, t, T, slots, *args) -> tuple[ops.Ready, ops.Ready, Plan]:  # type: ignore[no-untyped-def]
+        plan, B, backend = self._planned(t, T, slots, *args), slots.shape[0], self.backend
+        run = ops.plan(B, T, plan.tree is not None, self.cursors, self.layout, backend)
+        return run, ops.flush(B, self.buffers, self.A, self.layout, backend, self._pool), plan
+
+    def _kept(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """What ``make`` gave for this key: arguments of a form that was seen need no check and no look by Triton again."""
+        found = self._ready.get(key)
+        if found is None:
+            if len(self._ready) >= MOST_READY:
+                self._ready.clear()
+            found = self._ready[key] = make()
+        return found
 
     def step(
         self,
@@ -188,28 +198,37 @@ class ReplayState:
 
         Source: output-only form of the recurrence in ``replayssm.recurrence``.
         """
-        layout = self.layout
         self._checks.layer(layer)
-        x = {"q": q, "k": k, "v": v, "b": b, "a": a, "z": z}
-        w = {"A": A, "dt_bias": dt_bias, "D": D}
-        self._checks.step(plan.tokens, x, w)
-        if out is None:
-            out = torch.empty(v.shape, dtype=layout.act, device=v.device)
+        if self._A is not None:
+            if A is not None:
+                raise ValueError(f"A: expected None for {self.layout.recurrence.name}, got {describe(A)}")
+            A = self._A[layer]
+        x, w = Inputs(q, k, v, b, a, z), Weights(A, dt_bias, D)
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            out = self._checked_out(plan, x, w, out)
         else:
-            expect("out", out, v.shape, layout.act, self.device)
-        if self.A is not None:
-            w["A"] = self.A[layer]
+            key = "step", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, *map(form, x), *map(form, w), form(out)
+            run = self._kept(key, lambda: self._ready_step(plan, x, w, out))
+            out = torch.empty(v.shape, dtype=self.layout.act, device=v.device) if out is None else out
         if self.debug:
             if layer in self._ran:
                 raise RuntimeError(f"layer {layer} ran twice under one plan; call commit and plan between steps")
             self._ran.add(layer)
-        if torch.compiler.is_compiling():
-            torch.ops.replayssm.step(
-                plan.rows, plan.tree, layer, *x.values(), *w.values(), *self.buffers, out, plan.T, self._spec, self.backend
-            )
+        if compiling:
+            torch.ops.replayssm.step(plan.rows, plan.tree, layer, *x, *w, *self.buffers, out, plan.T, self._spec, self.backend)
         else:
-            ops.step(plan.rows, layer, x, w, self.buffers, out, plan.T, layout, self.backend, self._pool, plan.tree)
+            run(plan.rows, plan.tree, layer, x, w, out)
         return out
+
+    def _checked_out(self, plan: Plan, x: Inputs, w: Weights, out: Tensor | None) -> Tensor:
+        """A step's output tensor, once all tensors are as expected."""
+        self._checks.step(plan.tokens, x, w, out)
+        return torch.empty(x.v.shape, dtype=self.layout.act, device=x.v.device) if out is None else out
+
+    def _ready_step(self, plan: Plan, x: Inputs, w: Weights, out: Tensor | None) -> ops.Ready:
+        out = self._checked_out(plan, x, w, out)
+        return ops.step(plan.rows.shape[0], plan.T, x, out, self.buffers, self.layout, self.backend, self._pool)
 
     def conv(
         self,
@@ -229,30 +248,25 @@ class ReplayState:
             silu: whether ``y * sigmoid(y)`` follows.
         """
         self._checks.layer(layer)
-        spec = self.layout.conv
-        if spec is None:
-            raise ValueError(
-                "layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself"
-            )
-        expect("x", x, (plan.tokens if plan.tokens is not None else x.shape[0], spec.channels), self.layout.act, self.device)
-        expect("weight", weight, (spec.channels, spec.width), ACTIVATIONS, self.device)
-        if not weight.is_contiguous():
-            raise ValueError(f"weight: expected contiguous [C, width], got strides {weight.stride()}")
-        if bias is not None:
-            expect("bias", bias, (spec.channels,), ACTIVATIONS, self.device)
-        if out is None:
-            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        compiling, checked = torch.compiler.is_compiling(), (plan.tokens, x, weight, bias, out)
+        if compiling:
+            self._checks.conv(*checked)
         else:
-            expect("out", out, x.shape, x.dtype, self.device)
-        ring = self.buffers.conv
-        assert ring is not None
-        if torch.compiler.is_compiling():
+            key = "conv", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, silu, *map(form, checked[1:])
+            run = self._kept(key, lambda: self._ready_conv(plan, silu, *checked))
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        if compiling:
             torch.ops.replayssm.conv(
-                plan.rows, plan.tree, layer, x, weight, bias, ring, out, plan.T, silu, self._spec, self.backend
+                plan.rows, plan.tree, layer, x, weight, bias, self.buffers.conv, out, plan.T, silu, self._spec, self.backend
             )
         else:
-            ops.conv(plan.rows, layer, x, weight, bias, ring, out, plan.T, silu, self.layout, self.backend, plan.tree)
+            run(plan.rows, plan.tree, layer, x, weight, bias, out)
         return out
+
+    def _ready_conv(self, plan: Plan, silu: bool, tokens, x, weight, bias, out) -> ops.Ready:  # type: ignore[no-untyped-def]
+        self._checks.conv(tokens, x, weight, bias, out)
+        out, B = torch.empty_like(x) if out is None else out, plan.rows.shape[0]
+        return ops.conv(B, plan.tree is not None, x, weight, out, self.buffers.conv, plan.T, silu, self.layout, self.backend)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """Keep some of each row's tokens and move the cursors past them. Again changes nothing.
@@ -263,27 +277,29 @@ class ReplayState:
                 down; the first accepted[b] count. Their records are moved together in every layer. Without parents it is the
                 first tokens that stay.
         """
-        B = plan.rows.shape[0]
-        if accepted is not None:
-            expect("accepted", accepted, (B,), INTEGERS, self.device)
-        if (path is None) != (plan.tree is None):
-            wanted = "None for a plan without parents" if plan.tree is None else f"[{B}, T_max] for a plan with parents"
-            raise ValueError(f"path: expected {wanted}, got {describe(path)}")
-        self._checks.of_tree("path", path, B)
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self._checks.commit(plan, accepted, path)
+        else:
+            key = "commit", plan.rows.shape, plan.tree is None, form(accepted), form(path)
+            compact, run = self._kept(key, lambda: self._ready_commit(plan, accepted, path))
         if self.debug:
             self._checks.debug_commit(plan, accepted, path)
-        compiling = torch.compiler.is_compiling()
-        if path is not None and compiling:
+        if not compiling:
+            compact(plan.rows, path, accepted)
+            run(plan.rows, accepted)
+            return
+        if path is not None:
             torch.ops.replayssm.compact(
                 plan.rows, path, accepted, *self.buffers, self.cursors.pending, self._spec, self.backend
             )
-        elif path is not None:
-            pending = self.cursors.pending
-            ops.compact(plan.rows, path, accepted, self.buffers, pending, self.layout, self.backend)
-        if compiling:
-            torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
-        else:
-            ops.commit(plan.rows, accepted, self.cursors, self.backend)
+        torch.ops.replayssm.commit(plan.rows, accepted, *self.cursors, self._spec, self.backend)
+
+    def _ready_commit(self, plan: Plan, accepted: Tensor | None, path: Tensor | None) -> tuple[ops.Ready, ops.Ready]:
+        self._checks.commit(plan, accepted, path)
+        B, pending = plan.rows.shape[0], self.cursors.pending
+        compact = ops.compact(B if path is not None else 0, self.buffers, pending, self.layout, self.backend)
+        return compact, ops.commit(B, self.cursors, self.backend)
 
     # ---- between steps -------------------------------------------------------------------------------------------------
 
@@ -294,21 +310,15 @@ class ReplayState:
         """
         B = self._checks.slots("slots", slots, settled=True, distinct=True)
         rows, force = slots.new_empty(B, PLAN_WIDTH, dtype=torch.int32), torch.ones_like(slots)
+        args = slots, None, force, None, None
         if torch.compiler.is_compiling():
-            torch.ops.replayssm.plan(slots, None, force, None, None, *self.cursors, rows, None, 0, self._spec, self.backend)
-            self._flush(rows)
+            torch.ops.replayssm.plan(*args, *self.cursors, rows, None, 0, self._spec, self.backend)
+            torch.ops.replayssm.flush(rows, *self.buffers, self.A, self._spec, self.backend)
             torch.ops.replayssm.commit(rows, None, *self.cursors, self._spec, self.backend)
         else:
-            ops.plan(slots, None, force, None, self.cursors, rows, 0, self.layout, self.backend)
-            self._flush(rows)
-            ops.commit(rows, None, self.cursors, self.backend)
-
-    def _flush(self, rows: Tensor) -> None:
-        """Fold the rings of a plan's flushing rows, all layers."""
-        if torch.compiler.is_compiling():
-            torch.ops.replayssm.flush(rows, *self.buffers, self.A, self._spec, self.backend)
-        else:
-            ops.flush(rows, self.buffers, self.A, self.layout, self.backend, self._pool)
+            ops.plan(B, 0, False, self.cursors, self.layout, self.backend)(*args, rows, None)
+            ops.flush(B, self.buffers, self.A, self.layout, self.backend, self._pool)(rows)
+            ops.commit(B, self.cursors, self.backend)(rows, None)
 
     def materialize(
         self, slots: Tensor, n: Tensor | None = None, target: Tensor | None = None, to_slots: Tensor | None = None
@@ -348,11 +358,7 @@ class ReplayState:
 
     def conv_window(self, slots: Tensor, n: Tensor | None = None) -> Tensor:
         """The convolution's last width - 1 inputs after each slot's first n records, [L, B, width - 1, C], oldest first."""
-        spec, ring = self.layout.conv, self.buffers.conv
-        if spec is None or ring is None:
-            raise ValueError(
-                "layout: expected conv=Conv(channels, width), got None: this engine keeps the convolution window itself"
-            )
+        spec, ring = self._checks.convolution(), self.buffers.conv
         self._checks.slots("slots", slots, settled=True)
         self._checks.n(slots, n)
         at = slots.long().clamp(min=0)

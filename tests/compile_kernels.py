@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, __file__.rsplit("/", 2)[0])
 
 from replayssm import Buffers, Conv, ahead, conventional, cursor, kernels, ops
+from replayssm.layout import Inputs, Weights
 from tests import cases
 
 
@@ -31,8 +32,9 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
     case."""
     layout = case.layout(conv=Conv(64), **kwargs)
     generator = torch.Generator().manual_seed(0)
-    w = cases.weights(layout, generator)
-    x = {name: None for name in "qkvbaz"} | cases.inputs(layout, 2, generator, z=not layout.recurrence.delta)
+    w = Weights(**cases.weights(layout, generator))
+    given = cases.inputs(layout, 2, generator, z=not layout.recurrence.delta)
+    x = Inputs(*(given.get(name) for name in Inputs._fields))
     buffers, cursors = layout.allocate(2, 3, "cpu"), cursor.allocate(3, "cpu")
     slots = torch.tensor([0, 1], dtype=torch.int32)
     rows = torch.zeros(2, cursor.PLAN_WIDTH, dtype=torch.int32)
@@ -43,23 +45,25 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
     parents, tree = torch.zeros(2, layout.T_max, dtype=torch.int32), torch.zeros(2, 2, layout.T_max, dtype=torch.int32)
 
     def every():
-        ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton")
-        ops.plan(slots, None, None, None, cursors, rows, 1, layout, "triton", parents, tree)
-        ops.step(rows, 1, x, w, buffers, out, 1, layout, "triton")
-        ops.step(rows, 1, x, w, buffers, out, layout.T_max, layout, "triton")
-        ops.step(rows, 1, x, w, buffers, out, layout.T_max, layout, "triton", tree=tree)
-        ops.conv(rows, 1, lines, taps, None, buffers.conv, lines.clone(), 1, True, layout, "triton")
-        ops.conv(rows, 1, lines, taps, None, buffers.conv, lines.clone(), 1, True, layout, "triton", tree)
-        ops.compact(rows, parents, slots, buffers, cursors.pending, layout, "triton")
-        ops.commit(rows, None, cursors, "triton")
-        ops.commit(rows, slots, cursors, "triton")
-        ops.flush(rows, buffers, A, layout, "triton")
-        ops.materialize(slots, slots, buffers, cursors, A, states, slots, layout, "triton")
-        ops.load(states, buffers, cursors.key, slots, 0, layout, "triton")
+        end = layout, "triton"
+        for given in ((None, None), (parents, tree)):
+            ops.plan(2, 1, given[1] is not None, cursors, *end)(slots, None, None, None, given[0], rows, given[1])
+        for T, given in ((1, None), (layout.T_max, None), (layout.T_max, tree)):
+            ops.step(2, T, x, out, buffers, *end)(rows, given, 1, x, w, out)
+        for given in (None, tree):
+            ops.conv(2, given is not None, lines, taps, lines, buffers.conv, 1, True, *end)(
+                rows, given, 1, lines, taps, None, lines
+            )
+        ops.compact(2, buffers, cursors.pending, *end)(rows, parents, slots)
+        for accepted in (None, slots):
+            ops.commit(2, cursors, "triton")(rows, accepted)
+        ops.flush(2, buffers, A, *end)(rows)
+        ops.materialize(slots, slots, buffers, cursors, A, states, slots, *end)
+        ops.load(states, buffers, cursors.key, slots, 0, *end)
         one = Buffers(*(None if b is None else b[:1] for b in buffers))
         u, seed = torch.zeros(3, layout.H, 1, layout.V), torch.zeros(1, dtype=torch.int64)
-        conventional.step(slots, 1, x, w, one, layout, "triton", out, slots, one, slots[:, None], u, None, slots, slots, seed)
-        conventional.step(slots, 3, x, w, one, layout, "triton", out, slots, one, slots[:, None])
+        for T, more in ((1, (u, None, slots, slots, seed)), (3, ())):
+            conventional.step(slots, T, x._asdict(), w._asdict(), one, layout, "triton", out, slots, one, slots[:, None], *more)
 
     return ahead.launches(every)
 

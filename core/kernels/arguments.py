@@ -36,25 +36,6 @@ class Tokens(NamedTuple):
     head: int
 
 
-class Inputs(NamedTuple):
-    """A step's tokens; absent ones are None."""
-
-    q: Tokens
-    k: Tokens
-    v: Tokens
-    b: Tokens | None
-    a: Tokens | None
-    z: Tokens | None
-
-
-class Weights(NamedTuple):
-    """A layer's own parameters, contiguous: A [H], dt_bias [H] or [H, K], D [H]; absent ones are None."""
-
-    A: Tensor | None
-    dt_bias: Tensor | None
-    D: Tensor | None
-
-
 class Coding(NamedTuple):
     """A state format's compile-time half: number type, values a scale, whether it rounds stochastically."""
 

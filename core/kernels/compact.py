@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..cursor import PLAN_WIDTH
 from ..layout import STORED, Buffers, Layout
-from .arguments import on_device, rows
+from .arguments import rows
+from .prepared import Prepared
 from .recurrence import at, wrap
 
 
@@ -32,7 +33,7 @@ def mine(row, i_h, o):
     return (o < row.head) & (i_h * row.head + o < row.total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["plan", "path", "accepted"])
 def _compact_kernel(
     plan,
     path,
@@ -81,26 +82,25 @@ def _rows(layout: Layout) -> tuple[tuple[Row, ...], int, int]:
     return tuple(Row(tl.constexpr(head), tl.constexpr(total)) for head, total in sizes), most, block
 
 
-def compact(plan: Tensor, path: Tensor, accepted: Tensor | None, buffers: Buffers, pending: Tensor, layout: Layout) -> None:
-    """Move the kept records of the plan's still pending slots: of path [B, T_max] the first accepted[b] (None: t) nodes."""
+def compact(B: int, buffers: Buffers, pending: Tensor, layout: Layout) -> Prepared:
+    """Moves the kept records of B rows' still pending slots: of path [B, T_max] the first accepted[b] (None: t) nodes.
+
+    Call it with (plan, path, accepted).
+    """
     widths, heads, block = _rows(layout)
     rings = [rows(ring) for ring in buffers[len(STORED) :] if ring is not None]
     if buffers.conv is not None:
         rings[-1] = rings[-1]._replace(head=block)
     layers = buffers.state.shape[0]
-    with on_device(plan):
-        _compact_kernel[(plan.shape[0] * layers * heads,)](
-            plan,
-            path,
-            accepted,
-            pending,
-            tuple(rings),
-            widths,
-            layers,
-            T_MAX=path.shape[1],
-            R=layout.R,
-            HEADS=heads,
-            WIDTH=PLAN_WIDTH,
-            BLOCK=block,
-            num_warps=1,
-        )
+    return Prepared(
+        _compact_kernel,
+        pending.device,
+        (B * layers * heads,),
+        (pending, tuple(rings), widths, layers),
+        T_MAX=layout.T_max,
+        R=layout.R,
+        HEADS=heads,
+        WIDTH=PLAN_WIDTH,
+        BLOCK=block,
+        num_warps=1,
+    )

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..cursor import PLAN_WIDTH
-from .arguments import Rows, on_device, tokens
+from ..layout import Layout
+from .arguments import Rows
+from .prepared import Prepared
 from .recurrence import at, token, wrap
 
 BLOCK = 256
@@ -25,7 +26,7 @@ def before(a, parents):
         return tl.where(a >= 0, tl.load(parents + a, mask=a >= 0, other=0), a - 1)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["plan", "tree"])
 def _conv_kernel(
     plan,
     tree,
@@ -33,8 +34,8 @@ def _conv_kernel(
     x,
     weight,
     bias,
-    ring,
     out,
+    ring,
     C,
     R: tl.constexpr,
     T_MAX: tl.constexpr,
@@ -75,36 +76,21 @@ def _conv_kernel(
         )
 
 
-def conv(
-    plan: Tensor,
-    layer: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ring: Rows,
-    out: Tensor,
-    R: int,
-    silu: bool,
-    tree: Tensor | None = None,
-) -> None:
-    """out [N, C] of the step's inputs x [N, C]; appends x to the ring. weight [C, taps], bias [C], both contiguous."""
-    C, taps = weight.shape
-    grid = (plan.shape[0] * triton.cdiv(C, BLOCK),)
-    with on_device(plan):
-        _conv_kernel[grid](
-            plan,
-            tree,
-            layer,
-            tokens(x[:, None]),
-            weight,
-            bias,
-            ring,
-            tokens(out[:, None]),
-            C,
-            R=R,
-            T_MAX=1 if tree is None else tree.shape[2],
-            TAPS=taps,
-            SILU=silu,
-            WIDTH=PLAN_WIDTH,
-            BLOCK=BLOCK,
-        )
+def conv(B: int, taps: int, silu: bool, tree: bool, ring: Rows, layout: Layout) -> Prepared:
+    """One layer's convolution of B rows: call it with (plan, tree, layer, x, weight, bias, out).
+
+    It writes out [N, C] of the step's inputs x [N, C] and appends x to the ring. weight [C, taps], bias [C], both contiguous.
+    """
+    C = ring.ptr.shape[-1]
+    return Prepared(
+        _conv_kernel,
+        ring.ptr.device,
+        (B * triton.cdiv(C, BLOCK),),
+        (ring, C),
+        R=layout.R,
+        T_MAX=layout.T_max if tree else 1,
+        TAPS=taps,
+        SILU=silu,
+        WIDTH=PLAN_WIDTH,
+        BLOCK=BLOCK,
+    )

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch
-from ..layout import Buffers, Layout
-from .arguments import Inputs, Rows, Weights, dims, on_device, tokens
+from ..layout import Buffers, Inputs, Layout, Weights
+from .arguments import Rows, dims, on_device, tokens
 from .formats import load_state, store_state
 from .recurrence import (
     at,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import cursor
 from ..cursor import PLAN_WIDTH, Cursors
 from ..layout import Layout
-from .arguments import on_device
+from .prepared import Prepared
 
 # The interpreter runs plain functions as they are, and wants to see `tl` in the module of a jitted one.
 _device = (lambda rule: rule) if triton.knobs.runtime.interpret else triton.jit
@@ -34,7 +33,10 @@ def ancestors(parents, tree, T_MAX: tl.constexpr, ROUNDS: tl.constexpr):
     tl.store(tree + T_MAX + o_t, bits, mask=o_t < T_MAX)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["B"],
+    do_not_specialize_on_alignment=["slots", "t", "force", "cu_seqlens", "parents", "plan", "tree"],
+)
 def _plan_kernel(
     slots,
     t,
@@ -108,7 +110,7 @@ def _plan_kernel(
     tl.store(cursors.pending + slot, ticket, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=["plan", "accepted"])
 def _commit_kernel(plan, accepted, cursors, B, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = plan + i_b * WIDTH
@@ -123,47 +125,30 @@ def _commit_kernel(plan, accepted, cursors, B, WIDTH: tl.constexpr, BLOCK: tl.co
     tl.store(cursors.pending + slot, ticket + 1, mask=live)
 
 
-def plan(
-    slots: Tensor,
-    t: Tensor | None,
-    force: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cursors: Cursors,
-    out: Tensor,
-    T: int,
-    layout: Layout,
-    parents: Tensor | None = None,
-    tree: Tensor | None = None,
-) -> None:
-    """Write a plan row per batch row into ``out`` [B, len(PLAN)] and mark the slots pending; with parents also ``tree``."""
-    B = slots.shape[0]
-    T_max = 1 if tree is None else tree.shape[2]
-    block = triton.next_power_of_2(B)
-    with on_device(slots):
-        _plan_kernel[(1 if tree is None else 1 + B,)](
-            slots,
-            t,
-            force,
-            cu_seqlens,
-            parents,
-            out,
-            tree,
-            cursors,
-            B,
-            T=T,
-            T_MAX=T_max,
-            ROUNDS=(T_max - 1).bit_length(),
-            W=layout.W,
-            R=layout.R,
-            PHASES=layout.phases,
-            WIDTH=PLAN_WIDTH,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 128)),
-        )
+def plan(B: int, T: int, tree: bool, cursors: Cursors, layout: Layout) -> Prepared:
+    """A plan row per batch row: call it with (slots, t, force, cu_seqlens, parents, plan, tree), the last two written.
+
+    It marks the slots pending and moves the cursors of those that flush.
+    """
+    T_max, block = layout.T_max if tree else 1, max(BLOCK, triton.next_power_of_2(B))
+    return Prepared(
+        _plan_kernel,
+        cursors.start.device,
+        (1 + B if tree else 1,),
+        (cursors, B),
+        T=T,
+        T_MAX=T_max,
+        ROUNDS=(T_max - 1).bit_length(),
+        W=layout.W,
+        R=layout.R,
+        PHASES=layout.phases,
+        WIDTH=PLAN_WIDTH,
+        BLOCK=block,
+        num_warps=min(16, block // 128),
+    )
 
 
-def commit(plan: Tensor, accepted: Tensor | None, cursors: Cursors) -> None:
-    """Move the cursors of the plan's still pending slots."""
-    B = plan.shape[0]
-    with on_device(plan):
-        _commit_kernel[(triton.cdiv(B, BLOCK),)](plan, accepted, cursors, B, WIDTH=PLAN_WIDTH, BLOCK=BLOCK)
+def commit(B: int, cursors: Cursors) -> Prepared:
+    """Moves the cursors of the plan's still pending slots: call it with (plan, accepted)."""
+    grid = (triton.cdiv(B, BLOCK),)
+    return Prepared(_commit_kernel, cursors.start.device, grid, (cursors, B), WIDTH=PLAN_WIDTH, BLOCK=BLOCK)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..cursor import PLAN_WIDTH
 from ..launch import Launch
 from ..layout import Buffers, Layout
-from .arguments import Inputs, Weights, dims, on_device, tokens
+from .arguments import dims
 from .formats import load_read
+from .prepared import Prepared
 from .recurrence import (
     G_FLOOR,
     append_decay,
@@ -138,9 +138,9 @@ def emit(x, w, pool, out, d, layer, slot, append, n, i_h, o_v, beta, kq, p_q, p_
         tl.store(p_u + o_v, u.to(pool.u.ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["plan"])
 def _decode_kernel(
-    plan, layer, x, w, pool, out, d, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr
+    plan, layer, x, w, out, pool, d, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr
 ):
     i_s = tl.program_id(0) % SPLIT
     i_h = tl.program_id(0) // SPLIT % d.H
@@ -194,21 +194,19 @@ def _decode_kernel(
             append_decay(pool.gsum, d, layer, slot, i_h, append, True, gsum)
 
 
-def decode(plan: Tensor, layer: int, x: Inputs, w: Weights, pool: Buffers, out: Tensor, layout: Layout, launch: Launch) -> None:
-    """One step of one layer, a token per row at most: reads plan rows [B, len(PLAN)], writes ``out`` [N, H, V] and the pool."""
-    grid = (plan.shape[0] * layout.H * launch.SPLIT,)
-    with on_device(plan):
-        _decode_kernel[grid](
-            plan,
-            layer,
-            x,
-            w,
-            pool,
-            tokens(out),
-            dims(layout, launch.BLOCK_K),
-            WIDTH=PLAN_WIDTH,
-            BLOCK_V=launch.BLOCK_V,
-            SPLIT=launch.SPLIT,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-        )
+def decode(B: int, pool: Buffers, layout: Layout, launch: Launch) -> Prepared:
+    """One step of one layer and B rows, a token per row at most: call it with (plan, layer, x, w, out).
+
+    It reads plan rows [B, len(PLAN)] and writes out [N, H, V] and the pool.
+    """
+    return Prepared(
+        _decode_kernel,
+        pool.state.ptr.device,
+        (B * layout.H * launch.SPLIT,),
+        (pool, dims(layout, launch.BLOCK_K)),
+        WIDTH=PLAN_WIDTH,
+        BLOCK_V=launch.BLOCK_V,
+        SPLIT=launch.SPLIT,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )

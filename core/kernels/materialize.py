@@ -12,8 +12,9 @@ from torch import Tensor
 from ..cursor import PLAN_WIDTH, Cursors
 from ..launch import Launch, dot_precision, resident
 from ..layout import Buffers, Layout
-from .arguments import dims, on_device
+from .arguments import dims
 from .formats import NO_FOLD, load_state, planned_rng, store_state
+from .prepared import Prepared
 from .recurrence import load_ring
 from .response import folded, response
 
@@ -41,15 +42,15 @@ def asked(slots, to_slots, cursors, n, i):
     return slot, to, start, records, flushes
 
 
-@triton.jit(do_not_specialize=["first", "L", "B"])
+@triton.jit(do_not_specialize=["first", "L", "B"], do_not_specialize_on_alignment=["plan", "from_slots", "n", "to_slots"])
 def _materialize_kernel(
-    source,
     plan,
     from_slots,
-    cursors,
     n,
-    target,
     to_slots,
+    source,
+    cursors,
+    target,
     keys,
     A,
     first,
@@ -93,35 +94,38 @@ def _materialize_kernel(
                 store_state(target, d, first + layer, to, i_h, o_v, s, rng)
 
 
-def _launch(source, plan, from_slots, cursors, n, target, to_slots, keys, A, first, B, layout, launch):
-    L = source.state.ptr.shape[0]
-    programs = min(L * B * layout.H, resident(source.state.ptr.device))
-    with on_device(source.state.ptr):
-        _materialize_kernel[(programs,)](
-            source,
-            plan,
-            from_slots,
-            cursors,
-            n,
-            target,
-            to_slots,
-            keys,
-            A,
-            first,
-            dims(layout, launch.BLOCK_K, least_W=16),  # a matrix product has at least 16 of everything
-            L,
-            B,
-            WIDTH=PLAN_WIDTH,
-            BLOCK_V=launch.BLOCK_V,
-            PRECISION=dot_precision(),
-            num_warps=launch.warps,
-            num_stages=launch.stages,
-        )
+def _prepared(
+    source: Buffers,
+    cursors: Cursors | None,
+    target: Buffers,
+    keys: Tensor | None,
+    A: Tensor | None,
+    first: int,
+    B: int,
+    layout: Layout,
+    launch: Launch,
+) -> Prepared:
+    L, device = source.state.ptr.shape[0], source.state.ptr.device
+    d = dims(layout, launch.BLOCK_K, least_W=16)  # a matrix product has at least 16 of everything
+    return Prepared(
+        _materialize_kernel,
+        device,
+        (min(L * B * layout.H, resident(device)),),
+        (source, cursors, target, keys, A, first, d, L, B),
+        WIDTH=PLAN_WIDTH,
+        BLOCK_V=launch.BLOCK_V,
+        PRECISION=dot_precision(),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
 
 
-def flush(plan: Tensor, pool: Buffers, A: Tensor | None, layout: Layout, launch: Launch) -> None:
-    """Fold the rings of the plan's flushing rows into their checkpoints and read copies, all layers; A [L, H]."""
-    _launch(pool, plan, None, None, None, pool, None, None, A, 0, plan.shape[0], layout, launch)
+def flush(B: int, pool: Buffers, A: Tensor | None, layout: Layout, launch: Launch) -> Prepared:
+    """Folds the rings of a plan's flushing rows into their checkpoints and read copies, all layers; A [L, H].
+
+    Call it with (plan, None, None, None).
+    """
+    return _prepared(pool, None, pool, None, A, 0, B, layout, launch)
 
 
 def materialize(
@@ -143,4 +147,4 @@ def materialize(
     ``cursors`` is the pool, folded with ``A`` [L, H]; a target with ``keys`` is the pool, rounded to its formats for the
     requests' keys [S]. Rows with a negative slot on either side are left alone.
     """
-    _launch(source, None, from_slots, cursors, n, target, to_slots, keys, A, first, from_slots.shape[0], layout, launch)
+    _prepared(source, cursors, target, keys, A, first, from_slots.shape[0], layout, launch)(None, from_slots, n, to_slots)

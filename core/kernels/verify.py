@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..cursor import PLAN_WIDTH
 from ..launch import Launch, dot_precision
 from ..layout import Buffers, Layout
-from .arguments import Inputs, Weights, dims, on_device, tokens
+from .arguments import dims
 from .formats import load_read
+from .prepared import Prepared
 from .recurrence import (
     G_FLOOR,
     append_decay,
@@ -229,15 +229,15 @@ def summed(c, ring, d, layer, slot, i_h, start, count):
         return last, last + c
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["plan", "tree"])
 def _verify_kernel(
     plan,
     tree,
     layer,
     x,
     w,
-    pool,
     out,
+    pool,
     d,
     WIDTH: tl.constexpr,
     T_MAX: tl.constexpr,
@@ -311,35 +311,22 @@ def _verify_kernel(
         emit(p, M, reach, x, pool, out, d, layer, slot, i_h, append, n, i_x, is_k, m_x, o_v, PRECISION)
 
 
-def verify(
-    plan: Tensor,
-    layer: int,
-    x: Inputs,
-    w: Weights,
-    pool: Buffers,
-    out: Tensor,
-    T: int,
-    layout: Layout,
-    launch: Launch,
-    tree: Tensor | None = None,
-) -> None:
-    """One step of one layer, at most T tokens per row: reads plan rows, writes ``out`` [N, H, V] and the pool."""
-    with on_device(plan):
-        _verify_kernel[(plan.shape[0] * layout.H * launch.SPLIT,)](
-            plan,
-            tree,
-            layer,
-            x,
-            w,
-            pool,
-            tokens(out),
-            dims(layout, launch.BLOCK_K, least_W=16),  # a matrix product has at least 16 of everything
-            WIDTH=PLAN_WIDTH,
-            T_MAX=layout.T_max,
-            TH=max(8, 1 << (T - 1).bit_length()),
-            BLOCK_V=launch.BLOCK_V,
-            SPLIT=launch.SPLIT,
-            STAGES=launch.stages,
-            PRECISION=dot_precision(),
-            num_warps=launch.warps,
-        )
+def verify(B: int, T: int, pool: Buffers, layout: Layout, launch: Launch) -> Prepared:
+    """One step of one layer and B rows, at most T tokens a row: call it with (plan, tree, layer, x, w, out).
+
+    It reads plan rows and writes out [N, H, V] and the pool.
+    """
+    return Prepared(
+        _verify_kernel,
+        pool.state.ptr.device,
+        (B * layout.H * launch.SPLIT,),
+        (pool, dims(layout, launch.BLOCK_K, least_W=16)),  # a matrix product has at least 16 of everything
+        WIDTH=PLAN_WIDTH,
+        T_MAX=layout.T_max,
+        TH=max(8, 1 << (T - 1).bit_length()),
+        BLOCK_V=launch.BLOCK_V,
+        SPLIT=launch.SPLIT,
+        STAGES=launch.stages,
+        PRECISION=dot_precision(),
+        num_warps=launch.warps,
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import Layout, Recurrence, ops
 from ...checks import INTEGERS, describe, expect, number_formats
 from ...cursor import PLAN_WIDTH, Cursors
-from ...layout import ACTIVATIONS, Buffers
+from ...layout import ACTIVATIONS, Buffers, Inputs, Weights
 from ...state import _debug_from_environment as debugging
 
 # State dtypes and the formats they store; those with a scale have one for each row of K, as FlashInfer's `state_scale`.
@@ -179,6 +179,7 @@ def ring_step(
     """One layer's step by the caller's cursors: plan rows, the fold of those that flush, the tokens."""
     backend, T = backend_of(out), layout.T_max
     rows = torch.empty(slots.shape[0], PLAN_WIDTH, dtype=torch.int32, device=slots.device)
-    ops.plan(slots, None, None, cu_seqlens, cursors, rows, T, layout, backend)
-    ops.flush(rows, buffers, w["A"][None], layout, backend)
-    ops.step(rows, 0, x, w, buffers, out, T, layout, backend)
+    B, tokens, weights = slots.shape[0], Inputs(**x), Weights(**w)
+    ops.plan(B, T, False, cursors, layout, backend)(slots, None, None, cu_seqlens, None, rows, None)
+    ops.flush(B, buffers, weights.A[None], layout, backend)(rows)
+    ops.step(B, T, tokens, out, buffers, layout, backend)(rows, None, 0, tokens, weights, out)

@@ -27,7 +27,7 @@ from ...kernels import arguments
 from ...kernels.arguments import dims, on_device
 from ...kernels.formats import load_state, planned_rng, store_state
 from ...kernels.recurrence import at, decayed, load_chunks, updated, wrap
-from ...layout import ACTIVATIONS, Buffers
+from ...layout import ACTIVATIONS, Buffers, Inputs, Weights
 from ...recurrence import unit
 from . import translate
 from .library import opaque
@@ -215,10 +215,11 @@ def _step(
     rows = torch.empty(B, PLAN_WIDTH, dtype=torch.int32, device=slots.device)
     live = torch.where(slots < 0, -1, torch.arange(B, dtype=torch.int32, device=slots.device))
     force, cursors = (hist_len >= flush_min).int(), cursors_of(base, hist_len, seed, slots)
-    ops.plan(live, None, force, None, cursors, rows, T, layout, backend)
+    ops.plan(B, T, False, cursors, layout, backend)(live, None, force, None, None, rows, None)
     rows[:, 0] = slots
     fold(rows, buffers, layout, backend)
-    ops.step(rows, 0, x, w, buffers, out, T, layout, backend)
+    tokens = Inputs(**x)
+    ops.step(B, T, tokens, out, buffers, layout, backend)(rows, None, 0, tokens, Weights(**w), out)
 
 
 def _refuse(**arguments: object) -> None:

@@ -16,7 +16,7 @@ from replayssm import Export, ReplayState, eager, formats, transfer
 from replayssm.cli.app import app
 from replayssm.soak import STYLES, Engine, Report, Setup, walk
 from tests.cases import FAMILY
-from tests.harness import BACKENDS, DEVICE
+from tests.harness import BACKENDS, DEVICE, GPU
 
 EVENTS = {
     "admissions", "prefix hits", "prefill chunks", "decode steps", "chain steps", "packed steps", "tree steps", "snapshots",
@@ -71,6 +71,25 @@ def test_walk_of_the_kernels(name, backend):
 def test_long_walk_of_the_kernels(name):
     report = walk(Engine(dataclasses.replace(setup(name, "triton", slots=128), debug=False, tokens=200)), 50_000)
     assert clean(report), report
+
+
+@pytest.mark.parametrize("name, backend", [("gdn", "torch"), ("mamba2", "torch"), *(
+    pytest.param(name, "triton", marks=pytest.mark.gpu) for name in FAMILY)])  # fmt: skip
+def test_walk_of_replayed_steps(name, backend):
+    """Steps and commits from graphs (on a CPU from their fixed tensors), other events between them: as without, bit for bit."""
+    one, other = (
+        Engine(dataclasses.replace(setup(name, backend, slots=16 if GPU else 5), debug=False, graphs=graphs), seed=2)
+        for graphs in (False, True)
+    )
+    plain, replayed = walk(one, 4000 if GPU else 300), walk(other, 4000 if GPU else 300)
+    assert clean(replayed), replayed
+    assert replayed.found == plain.found
+    assert replayed.events.pop("graph replays") > 50 and replayed.events == plain.events
+
+
+def test_graphs_and_debug_exclude_each_other():
+    with pytest.raises(ValueError, match="graphs: expected False with debug"):
+        Engine(dataclasses.replace(setup(), debug=True, graphs=True))
 
 
 def test_a_seed_repeats_its_walk():

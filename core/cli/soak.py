@@ -40,6 +40,9 @@ def soak(
     debug: Annotated[
         bool, typer.Option("--debug", help="Check cursors, slots and the order of calls as well; slower.")
     ] = False,
+    graphs: Annotated[
+        bool | None, typer.Option("--graphs/--no-graphs", help="Replay steps from CUDA graphs; default: on a GPU.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no tables.")] = False,
 ) -> None:
     """Walk at random through all that an engine does with states, beside the fp64 oracle.
@@ -53,6 +56,7 @@ def soak(
     """
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     slots = slots or (1024 if where.startswith("cuda") else 24)
+    graphs = where.startswith("cuda") and not debug if graphs is None else graphs
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
         if dtype not in DTYPES:
@@ -63,7 +67,7 @@ def soak(
             raise ValueError(f"steps, slots, layers: expected >= 1, got {steps}, {slots}, {layers}")
         formats = {"state": state, "read": read, "act": DTYPES[dtype]}
         layout = Layout(family, heads, groups, value_dim, key_dim, window, draft_tokens, **formats)  # type: ignore[arg-type]
-        setup = Setup(layout, layers, slots, 3 * slots, backend=backend, device=where, debug=debug)
+        setup = Setup(layout, layers, slots, 3 * slots, backend=backend, device=where, debug=debug, graphs=graphs)
         engine = Engine(setup, seed)
     except (ValueError, NotImplementedError) as error:
         refuse(error)
@@ -71,7 +75,8 @@ def soak(
         task = progress.add_task("request-steps", total=steps)
         report = walk(engine, steps, lambda done: progress.update(task, completed=done))
     if as_json:
-        about = {"family": family, "layout": layout.spec, "backend": backend, "device": where, "slots": slots, "layers": layers}
+        about = {"family": family, "layout": layout.spec, "backend": backend, "device": where, "graphs": graphs}
+        about |= {"slots": slots, "layers": layers}
         print(json.dumps(about | {"mismatches": report.mismatches} | asdict(report), indent=2))
     else:
         _print(report)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from ..layout import Buffers, Conv, Layout
 from ..state import ReplayState
 from . import truth
 from .check import Check, distance
+from .graphs import Graph
 from .inputs import Inputs
 from .request import Parked, Request
 from .step import Step, draft
 from .truth import Truth
 
-BUCKETS = (1, 2, 4, 8, 16)  # then multiples of 16: batch sizes that an engine captures graphs for
+BUCKETS = (1, 2, 4, 8, 16)  # then multiples of 16, from 128 on of a fourth of the power of two below: sizes of graphs
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Setup:
         block: tokens between the positions at which prefix-cache snapshots are taken.
         tokens: most tokens of a prompt and of an answer.
         chunk: most tokens of a prefill chunk.
+        graphs: whether steps of padded rows are replayed from CUDA graphs; on a CPU from tensors of fixed places.
     """
 
     layout: Layout
@@ -49,12 +52,15 @@ class Setup:
     backend: str | None = None
     device: str = "cpu"
     debug: bool = True
+    graphs: bool = False
 
 
 class Engine:
     """Workers, requests and what happens to them. Every method is one event; ``check`` holds what was found wrong."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
+        if setup.graphs and setup.debug:
+            raise ValueError("graphs: expected False with debug, which reads the device within steps, got True")
         layout, device = setup.layout, present(setup.device)
         layout = replace(layout, conv=Conv(2 * layout.G * layout.K + layout.H * layout.V), R=0)
         pages = replace(layout, W=max(layout.T_max, layout.W // 2), order="token", R=0)
@@ -73,7 +79,18 @@ class Engine:
         self.parked: list[Parked] = []
         self.snapshots: list[tuple[Tensor, Tensor, Tensor, int]] = []  # states, window, truth, position
         self.events: Counter[str] = Counter()
+        self.graphs: dict[Hashable, Graph] = {}
         self.files = importlib.util.find_spec("safetensors") is not None
+
+    def replayed(self, key: Hashable, run: Callable[[dict[str, Tensor]], Any], given: dict[str, Tensor]) -> Any:
+        """``run(given)``, from a graph where the setup says so; the key says all that shapes depend on."""
+        if not self.setup.graphs:
+            return run(given)
+        if key not in self.graphs:
+            self.graphs[key] = Graph(run, given)
+        else:
+            self.events["graph replays"] += 1
+        return self.graphs[key](given)
 
     # ---- where requests are --------------------------------------------------------------------------------------------
 
@@ -286,7 +303,8 @@ class Engine:
 
 def _bucket(n: int) -> int:
     """The batch size that a graph was captured for."""
-    return next((size for size in BUCKETS if size >= n), -(-n // 16) * 16)
+    apart = max(16, 1 << max(0, n - 1).bit_length() >> 3)
+    return next((size for size in BUCKETS if size >= n), -(-n // apart) * apart)
 
 
 def _poisoned(layout: Layout, layers: int, slots: int, device: torch.device) -> Buffers:

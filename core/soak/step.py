@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..cursor import Plan
 from . import truth
 from .check import distance
 from .request import Request
@@ -55,7 +56,7 @@ class Step:
     def __init__(
         self, engine: Engine, worker: int, style: str, rows: list[Request | None], drafts: list[Draft], gone: list[Request]
     ) -> None:
-        self.engine, self.state, self.style, self.drafts = engine, engine.workers[worker], style, drafts
+        self.engine, self.worker, self.state, self.style, self.drafts = engine, worker, engine.workers[worker], style, drafts
         self.T = T = 1 if style == "decode" else engine.setup.layout.T_max
         self.rows, self.gone, block = rows, gone, engine.setup.block
         self.marks = [0] * len(rows)
@@ -85,30 +86,44 @@ class Step:
         """Plan, every layer, commit."""
         engine, state, B, T = self.engine, self.state, len(self.rows), self.T
         self.x, self.lines = engine.inputs.draw(B, T, self.nan.bool())
-        slots, force = self.slots, self.force
+        given = {"slots": self.slots, "t": self.t, "force": self.force, "parents": self.parents, "lines": self.lines} | self.x
+        committed = {"kept": self.kept, "path": self.path}
         tokens: Tensor | slice = slice(None)
-        if self.style == "packed":
+        if self.style == "packed":  # as many tokens as there are: no two steps have equal shapes
             t = [draft.t for draft in self.drafts]
-            ends = engine.ints([0, *torch.tensor(t).cumsum(0).tolist()])
-            tokens = engine.ints((i * T + j for i, n in enumerate(t) for j in range(n)), torch.int64)
-            plan = state.plan(slots, force=force, cu_seqlens=ends)
+            given["ends"] = engine.ints([0, *torch.tensor(t).cumsum(0).tolist()])
+            tokens = given["tokens"] = engine.ints((i * T + j for i, n in enumerate(t) for j in range(n)), torch.int64)
+            o, y, self.plan = self._run(given)
+        else:
+            o, y, self.plan = engine.replayed((self.worker, self.style, B), self._run, given)
+        self.o, self.y = self._padded(o, tokens), self._padded(y, tokens)
+        if self.gone:
+            state.release(engine.slots(self.gone))
+        engine.replayed((self.worker, self.style, B, "commit"), self._commit, committed)
+        if engine.random.random() < 0.2:
+            self._commit(committed | {"kept": self.t.clamp(max=1)})  # other numbers, neither none nor all
+            engine.events["second commits"] += 1
+
+    def _run(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Plan]:
+        """Plan and every layer; reads nothing but what is given, so that it can be captured."""
+        engine, state, tokens = self.engine, self.state, given.get("tokens", slice(None))
+        slots, force = given["slots"], given["force"]
+        if self.style == "packed":
+            plan = state.plan(slots, force=force, cu_seqlens=given["ends"])
         elif self.style == "decode":
             plan = state.plan(slots, force=force)
         else:
-            plan = state.plan(slots, t=self.t, force=force, parents=self.parents if self.style == "tree" else None)
+            plan = state.plan(slots, t=given["t"], force=force, parents=given["parents"] if self.style == "tree" else None)
         o, y = [], []
         for layer in range(engine.setup.layers):
-            x = {name: one[layer].flatten(0, 1)[tokens] for name, one in self.x.items()}
+            x = {name: given[name][layer].flatten(0, 1)[tokens] for name in self.x}
             o.append(state.step(layer, plan, **x, **engine.inputs.of_step(layer)))  # type: ignore[arg-type]  # q, k, v always are
-            y.append(state.conv(layer, plan, self.lines[layer].flatten(0, 1)[tokens], *engine.inputs.of_conv(layer)))
-        self.o, self.y = (self._padded(torch.stack(x), tokens) for x in (o, y))
-        if self.gone:
-            state.release(engine.slots(self.gone))
-        path = self.path if self.style == "tree" else None
-        state.commit(plan, self.kept, path)
-        if engine.random.random() < 0.2:
-            state.commit(plan, self.t.clamp(max=1), path)  # other numbers, neither none nor all
-            engine.events["second commits"] += 1
+            y.append(state.conv(layer, plan, given["lines"][layer].flatten(0, 1)[tokens], *engine.inputs.of_conv(layer)))
+        return torch.stack(o), torch.stack(y), plan
+
+    def _commit(self, given: dict[str, Tensor]) -> None:
+        """Commit, which can be captured, too: plans of as many rows are the same tensors."""
+        self.state.commit(self.plan, given["kept"], given["path"] if self.style == "tree" else None)
 
     def _padded(self, x: Tensor, tokens: Tensor | slice) -> Tensor:
         """[L, N, ...] -> [L, B, T, ...]."""

@@ -56,7 +56,7 @@ def step(
     if backend == "torch":
         _eager(slots, T, x, w, pool, layout, out, last, trail, to, corrections, raw, first, t, seed)
         return
-    inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))
+    inputs = Inputs(*(tokens(x[name]) for name in Inputs._fields))  # type: ignore[arg-type]  # kernels' Tokens
     u, kept = (None if one is None else arguments.rows(one[None]) for one in (corrections, raw))
     kernels.conventional.conventional(
         slots,

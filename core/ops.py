@@ -87,7 +87,7 @@ def step(B: int, T: int, x: Inputs, out: Tensor, buffers: Buffers, layout: Layou
 
     def run(plan: Tensor, tree: Tensor | None, layer: int, x: Inputs, w: Weights, out: Tensor) -> None:
         *tokens, to = [s and Tokens(one, *s) for one, s in zip((*x, out), strides, strict=True)]
-        launched(*((plan,) if T <= 1 else (plan, tree)), layer, Inputs(*tokens), w, to)
+        launched(*((plan,) if T <= 1 else (plan, tree)), layer, Inputs(*tokens), w, to)  # type: ignore[arg-type]  # kernels' Tokens
 
     return run
 
@@ -108,7 +108,7 @@ def conv(
     launched = kernels.conv.conv(B, weight.shape[1], silu, tree, arguments.rows(ring), layout)
     read, written = x.stride(0), out.stride(0)
 
-    def run(plan, tree, layer, x, weight, bias, out) -> None:
+    def run(plan: Tensor, tree: Tensor | None, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         launched(plan, tree, layer, Tokens(x, read, 0), weight, bias, Tokens(out, written, 0))
 
     return run

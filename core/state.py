@@ -265,8 +265,10 @@ class ReplayState:
 
     def _ready_conv(self, plan: Plan, silu: bool, tokens, x, weight, bias, out) -> ops.Ready:  # type: ignore[no-untyped-def]
         self._checks.conv(tokens, x, weight, bias, out)
+        ring = self.buffers.conv
+        assert ring is not None
         out, B = torch.empty_like(x) if out is None else out, plan.rows.shape[0]
-        return ops.conv(B, plan.tree is not None, x, weight, out, self.buffers.conv, plan.T, silu, self.layout, self.backend)
+        return ops.conv(B, plan.tree is not None, x, weight, out, ring, plan.T, silu, self.layout, self.backend)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """Keep some of each row's tokens and move the cursors past them. Again changes nothing.
@@ -359,6 +361,7 @@ class ReplayState:
     def conv_window(self, slots: Tensor, n: Tensor | None = None) -> Tensor:
         """The convolution's last width - 1 inputs after each slot's first n records, [L, B, width - 1, C], oldest first."""
         spec, ring = self._checks.convolution(), self.buffers.conv
+        assert ring is not None
         self._checks.slots("slots", slots, settled=True)
         self._checks.n(slots, n)
         at = slots.long().clamp(min=0)

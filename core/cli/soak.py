@@ -75,7 +75,13 @@ def soak(
         task = progress.add_task("request-steps", total=steps)
         report = walk(engine, steps, lambda done: progress.update(task, completed=done))
     if as_json:
-        about = {"family": family, "layout": layout.spec, "backend": backend, "device": where, "graphs": graphs}
+        about: dict[str, object] = {
+            "family": family,
+            "layout": layout.spec,
+            "backend": backend,
+            "device": where,
+            "graphs": graphs,
+        }
         about |= {"slots": slots, "layers": layers}
         print(json.dumps(about | {"mismatches": report.mismatches} | asdict(report), indent=2))
     else:

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler import compile as triton_compile
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-_recording = threading.Lock()
+from .kernels.prepared import recording
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def launches(operation: Callable[[], object]) -> list[Launch]:
         recorded.append(Launch(self, grid, args, keywords))
         return None
 
-    with _recording:
+    with recording:
         JITFunction.run = record
         try:
             operation()

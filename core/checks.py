@@ -40,8 +40,8 @@ def expect(
 
 
 def form(x: Tensor | None) -> tuple[object, ...] | None:
-    """What a check and a launch depend on of a tensor: all but where it is, and of that the alignment."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15)
+    """What checks and compiled kernels depend on of a tensor: all but where it is, and of that whether it is aligned."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16 == 0)
 
 
 class Wanted(NamedTuple):
@@ -276,7 +276,7 @@ class Checks:
         if conv is not None and spec is not None:
             expect("conv", conv, (layers, B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
 
-    def step(self, tokens: int | None, x: Inputs, w: Weights, out: Tensor | None) -> None:
+    def step(self, tokens: int | None, x: Inputs, w: Weights, out: Tensor) -> None:
         """A step's tokens and weights: which are there, their shapes, dtypes and strides."""
         N = x.v.shape[0] if tokens is None and x.v is not None else tokens
         wanted = step_tensors(self.layout, N)
@@ -289,10 +289,9 @@ class Checks:
                 expect(name, tensor, one.shape, one.dtypes, self.device)
                 if name in w._fields and not tensor.is_contiguous():
                     raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")
-        if out is not None:
-            expect("out", out, x.v.shape, self.layout.act, self.device)
+        expect("out", out, x.v.shape, self.layout.act, self.device)
 
-    def conv(self, tokens: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> None:
+    def conv(self, tokens: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """A convolution's inputs and weights."""
         spec = self.convolution()
         expect("x", x, (x.shape[0] if tokens is None else tokens, spec.channels), self.layout.act, self.device)
@@ -301,8 +300,7 @@ class Checks:
             raise ValueError(f"weight: expected contiguous [C, width], got strides {weight.stride()}")
         if bias is not None:
             expect("bias", bias, (spec.channels,), ACTIVATIONS, self.device)
-        if out is not None:
-            expect("out", out, x.shape, x.dtype, self.device)
+        expect("out", out, x.shape, x.dtype, self.device)
 
     def convolution(self) -> Conv:
         """The layout's convolution."""

@@ -87,7 +87,8 @@ def step(B: int, T: int, x: Inputs, out: Tensor, buffers: Buffers, layout: Layou
 
     def run(plan: Tensor, tree: Tensor | None, layer: int, x: Inputs, w: Weights, out: Tensor) -> None:
         *tokens, to = [s and Tokens(one, *s) for one, s in zip((*x, out), strides, strict=True)]
-        launched(*((plan,) if T <= 1 else (plan, tree)), layer, Inputs(*tokens), w, to)  # type: ignore[arg-type]  # kernels' Tokens
+        planned = (plan,) if T <= 1 else (plan, tree)
+        launched(*planned, layer, Inputs(*tokens), w, to)  # type: ignore[arg-type]  # kernels' Tokens
 
     return run
 

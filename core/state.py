@@ -126,12 +126,12 @@ class ReplayState:
         T = t if isinstance(t, int) and cu_seqlens is None else self.layout.T_max
         args = slots, per_row, force, cu_seqlens, parents
         if torch.compiler.is_compiling():
-            plan = self._planned(t, T, *args)
+            plan = self._planned(T, t, slots, force, cu_seqlens, parents)
             torch.ops.replayssm.plan(*args, *self.cursors, plan.rows, plan.tree, T, self._spec, self.backend)
             torch.ops.replayssm.flush(plan.rows, *self.buffers, self.A, self._spec, self.backend)
         else:
             key = "plan", None if per_row is not None else t, *map(form, args)
-            run, flush, plan = self._kept(key, lambda: self._ready_plan(t, T, *args))
+            run, flush, plan = self._kept(key, lambda: self._ready_plan(self._planned(T, t, slots, force, cu_seqlens, parents)))
             if self.debug:
                 self._checks.debug_plan(slots, T, per_row, cu_seqlens, parents)
             run(*args, plan.rows, plan.tree)
@@ -139,15 +139,23 @@ class ReplayState:
         self._ran.clear()
         return plan
 
-    def _planned(self, t, T, slots, per_row, force, cu_seqlens, parents) -> Plan:  # type: ignore[no-untyped-def]
+    def _planned(
+        self,
+        T: int,
+        t: int | Tensor,
+        slots: Tensor,
+        force: Tensor | None,
+        cu_seqlens: Tensor | None,
+        parents: Tensor | None,
+    ) -> Plan:
         """The views that a plan of these arguments is written to, once they are as expected."""
         self._checks.plan(slots, t, force, cu_seqlens, parents, self._plans.shape[0])
         B = slots.shape[0]
         return Plan(self._plans[:B], T, None if cu_seqlens is not None else B * T, None if parents is None else self._trees[:B])
 
-    def _ready_plan(self, t, T, slots, *args) -> tuple[ops.Ready, ops.Ready, Plan]:  # type: ignore[no-untyped-def]
-        plan, B, backend = self._planned(t, T, slots, *args), slots.shape[0], self.backend
-        run = ops.plan(B, T, plan.tree is not None, self.cursors, self.layout, backend)
+    def _ready_plan(self, plan: Plan) -> tuple[ops.Ready, ops.Ready, Plan]:
+        B, backend = plan.rows.shape[0], self.backend
+        run = ops.plan(B, plan.T, plan.tree is not None, self.cursors, self.layout, backend)
         return run, ops.flush(B, self.buffers, self.A, self.layout, backend, self._pool), plan
 
     def _kept(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -204,13 +212,13 @@ class ReplayState:
                 raise ValueError(f"A: expected None for {self.layout.recurrence.name}, got {describe(A)}")
             A = self._A[layer]
         x, w = Inputs(q, k, v, b, a, z), Weights(A, dt_bias, D)
+        out = torch.empty(v.shape, dtype=self.layout.act, device=v.device) if out is None else out
         compiling = torch.compiler.is_compiling()
         if compiling:
-            out = self._checked_out(plan, x, w, out)
+            self._checks.step(plan.tokens, x, w, out)
         else:
-            key = "step", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, *map(form, x), *map(form, w), form(out)
+            key = "step", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, *map(form, (*x, *w, out))
             run = self._kept(key, lambda: self._ready_step(plan, x, w, out))
-            out = torch.empty(v.shape, dtype=self.layout.act, device=v.device) if out is None else out
         if self.debug:
             if layer in self._ran:
                 raise RuntimeError(f"layer {layer} ran twice under one plan; call commit and plan between steps")
@@ -221,13 +229,8 @@ class ReplayState:
             run(plan.rows, plan.tree, layer, x, w, out)
         return out
 
-    def _checked_out(self, plan: Plan, x: Inputs, w: Weights, out: Tensor | None) -> Tensor:
-        """A step's output tensor, once all tensors are as expected."""
+    def _ready_step(self, plan: Plan, x: Inputs, w: Weights, out: Tensor) -> ops.Ready:
         self._checks.step(plan.tokens, x, w, out)
-        return torch.empty(x.v.shape, dtype=self.layout.act, device=x.v.device) if out is None else out
-
-    def _ready_step(self, plan: Plan, x: Inputs, w: Weights, out: Tensor | None) -> ops.Ready:
-        out = self._checked_out(plan, x, w, out)
         return ops.step(plan.rows.shape[0], plan.T, x, out, self.buffers, self.layout, self.backend, self._pool)
 
     def conv(
@@ -248,13 +251,13 @@ class ReplayState:
             silu: whether ``y * sigmoid(y)`` follows.
         """
         self._checks.layer(layer)
-        compiling, checked = torch.compiler.is_compiling(), (plan.tokens, x, weight, bias, out)
-        if compiling:
-            self._checks.conv(*checked)
-        else:
-            key = "conv", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, silu, *map(form, checked[1:])
-            run = self._kept(key, lambda: self._ready_conv(plan, silu, *checked))
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self._checks.conv(plan.tokens, x, weight, bias, out)
+        else:
+            key = "conv", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, silu, *map(form, (x, weight, bias, out))
+            run = self._kept(key, lambda: self._ready_conv(plan, x, weight, bias, out, silu))
         if compiling:
             torch.ops.replayssm.conv(
                 plan.rows, plan.tree, layer, x, weight, bias, self.buffers.conv, out, plan.T, silu, self._spec, self.backend
@@ -263,11 +266,10 @@ class ReplayState:
             run(plan.rows, plan.tree, layer, x, weight, bias, out)
         return out
 
-    def _ready_conv(self, plan: Plan, silu: bool, tokens, x, weight, bias, out) -> ops.Ready:  # type: ignore[no-untyped-def]
-        self._checks.conv(tokens, x, weight, bias, out)
-        ring = self.buffers.conv
+    def _ready_conv(self, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, silu: bool) -> ops.Ready:
+        self._checks.conv(plan.tokens, x, weight, bias, out)
+        ring, B = self.buffers.conv, plan.rows.shape[0]
         assert ring is not None
-        out, B = torch.empty_like(x) if out is None else out, plan.rows.shape[0]
         return ops.conv(B, plan.tree is not None, x, weight, out, ring, plan.T, silu, self.layout, self.backend)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None, path: Tensor | None = None) -> None:

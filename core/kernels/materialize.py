@@ -96,15 +96,16 @@ def _materialize_kernel(
 
 def _prepared(
     source: Buffers,
-    cursors: Cursors | None,
     target: Buffers,
-    keys: Tensor | None,
-    A: Tensor | None,
-    first: int,
     B: int,
     layout: Layout,
     launch: Launch,
+    cursors: Cursors | None = None,
+    keys: Tensor | None = None,
+    A: Tensor | None = None,
+    first: int = 0,
 ) -> Prepared:
+    """Call it with (plan, None, None, None), or with (None, from_slots, n, to_slots)."""
     L, device = source.state.ptr.shape[0], source.state.ptr.device
     d = dims(layout, launch.BLOCK_K, least_W=16)  # a matrix product has at least 16 of everything
     return Prepared(
@@ -125,7 +126,7 @@ def flush(B: int, pool: Buffers, A: Tensor | None, layout: Layout, launch: Launc
 
     Call it with (plan, None, None, None).
     """
-    return _prepared(pool, None, pool, None, A, 0, B, layout, launch)
+    return _prepared(pool, pool, B, layout, launch, A=A)
 
 
 def materialize(
@@ -147,4 +148,5 @@ def materialize(
     ``cursors`` is the pool, folded with ``A`` [L, H]; a target with ``keys`` is the pool, rounded to its formats for the
     requests' keys [S]. Rows with a negative slot on either side are left alone.
     """
-    _prepared(source, cursors, target, keys, A, first, from_slots.shape[0], layout, launch)(None, from_slots, n, to_slots)
+    launched = _prepared(source, target, from_slots.shape[0], layout, launch, cursors, keys, A, first)
+    launched(None, from_slots, n, to_slots)

@@ -16,8 +16,8 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from replayssm import GDN, MAMBA2, Layout
-from replayssm.bench import check, contest, decode, materialize, peers, results, stage, verify, work
+from replayssm import GDN, MAMBA2, Layout, ReplayState
+from replayssm.bench import check, contest, decode, host, materialize, peers, results, stage, verify, work
 from replayssm.bench.contest import Ours, Plain, Unflushed
 from replayssm.bench.precision import Precision
 from replayssm.cli.app import app
@@ -317,6 +317,20 @@ def test_verify_rows(on_cpu, monkeypatch):
         assert row["bytes"] == 2 * (model.replay.total + model.io.total)
     assert [row["peers"] for row in rows] == [{}, {"steady": rows[1]["us"]}]
     assert set(checks) == {"tiny-gdn, T = 1", "tiny-gdn, T = 2"}
+    json.dumps(rows)
+
+
+def test_host_rows(on_cpu, monkeypatch):
+    """A row for each call of each kind of step; every measured round is of whole steps, whose commits are counted."""
+    monkeypatch.setattr(host, "STEPS", 2)
+    commits = []
+    monkeypatch.setattr(ReplayState, "commit", lambda self, *args: commits.append(args[2] is not None))
+    rows = list(host.rows(["tiny-gdn"], [2], 3, device="cpu"))
+    assert [(row["kind"], row["T"], row["call"]) for row in rows] == [
+        (kind, T, call) for kind, T in (("decode", 1), ("verify", 4), ("tree", 4)) for call in ("plan", "step", "commit")
+    ]
+    assert commits == 2 * 8 * [False] + 8 * [True]
+    assert all(0 < row["us"] <= row["us_90"] and row["allocations"] == 0 for row in rows)
     json.dumps(rows)
 
 

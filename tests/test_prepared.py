@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+import triton
 
-from replayssm.kernels.prepared import Prepared
+from replayssm.kernels.prepared import Prepared, known, recording
 from tests.cases import FAMILY
 from tests.harness import BACKENDS, DEVICE, Requests
 
@@ -46,6 +47,30 @@ def test_launched_again():
     ready((other, 1), 4)
     assert len(kernel.looks) == 1
     assert kernel.launches == [((5, 1, 1), ((other, 1), 4, (pool[0].data_ptr(), None, 7), 4, 16))]
+
+
+def test_not_launched_again_while_launches_are_recorded():
+    kernel = Kernel()
+    ready = Prepared(kernel, torch.device("cpu"), (5,), (1, 2), WIDTH=4, BLOCK=16)
+    ready(0)
+    with recording:
+        ready(0)
+    ready(0)
+    assert len(kernel.looks) == 2 and len(kernel.launches) == 1
+
+
+def test_an_unknown_triton_launches_its_own_way(monkeypatch, caplog):
+    """Every time, and says so once."""
+    monkeypatch.setattr(triton, "__version__", "9.1.0")
+    known.cache_clear()
+    kernel = Kernel()
+    ready = Prepared(kernel, torch.device("cpu"), (5,), (1, 2), WIDTH=4, BLOCK=16)
+    for _ in range(3):
+        ready(0)
+    assert len(kernel.looks) == 3 and not kernel.launches
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage().startswith("Triton 9.1.0: not among 3.5, 3.6, 3.7, 3.8")
+    known.cache_clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -100,3 +125,44 @@ def test_tensors_of_many_forms(backend):
         assert torch.equal(*out)
     for a, b in zip(one.state.buffers, other.state.buffers, strict=True):
         assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_steps_allocate_nothing():
+    """Into a caller's output, once every form was seen."""
+    run = Requests(TINY.layout(W=3), [0, 1], "triton")
+    slots, out = run.tensor([0, 1]), torch.empty(2, 2, 16, device=DEVICE)
+    x = {name: one.to(DEVICE) for name, one in run.draw([0, 1]).items()}
+    found = []
+    for _ in range(8):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        plan = run.state.plan(slots)
+        run.state.step(0, plan, **x, **run.step_weights, out=out)
+        run.state.commit(plan)
+        found.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    assert found[1:] == [0] * 7
+
+
+@pytest.mark.gpu
+def test_launched_on_the_current_stream():
+    """A step launched again waits for what its own stream does before, not for the stream of the first launch."""
+    run = Requests(TINY.layout(W=3), [0, 1], "triton")
+    slots, side = run.tensor([0, 1]), torch.cuda.Stream()
+    x = {name: one.to(DEVICE) for name, one in run.draw([0, 1]).items()}
+    late = {name: torch.empty_like(one) for name, one in x.items()}
+    outputs = []
+    for stream in (torch.cuda.current_stream(), side):
+        torch.cuda.synchronize()
+        run.state.reset(slots)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            for name, one in x.items():
+                late[name].copy_(one)
+            plan = run.state.plan(slots)
+            outputs.append(run.state.step(0, plan, **late, **run.step_weights).clone())
+            run.state.commit(plan)
+            for one in late.values():
+                one.zero_()
+    torch.cuda.synchronize()
+    assert torch.equal(*outputs) and bool(outputs[0].any())

@@ -201,6 +201,47 @@ def materialize(
     _print(results, as_json)
 
 
+@app.command()
+def host(
+    layer: Layers = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", help="Requests of a step; may be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(help="Times that 32 steps are launched and waited for.")] = 20,
+    out: Out = None,
+    commit: Commit = None,
+    as_json: Json = False,
+) -> None:
+    """What plan, step and commit take of the host, run eagerly without waiting: microseconds a call, allocations a step.
+
+    Example: replayssm bench host --layer Qwen3.5-4B --batch 64
+
+    Exit code 0, or 2 for bad input.
+    """
+    names, _ = _prepare(layer, [*(batch or ()), rounds], PEERS)
+    import torch
+
+    from replayssm.bench import host, timing
+
+    batches, console = batch or list(host.BATCHES), Console(highlight=False)
+    results = {"header": timing.machine(torch.device("cuda"), commit), "rows": []}
+    table = Table("layer", "batch", "step", "call", "us", "90 %", "allocations a step", box=None, pad_edge=False)
+    for row in host.rows(names, batches, rounds):
+        results["rows"].append(row)
+        table.add_row(
+            row["layer"],
+            str(row["batch"]),
+            f"{row['kind']}, T {row['T']}",
+            row["call"],
+            *(f"{row[key]:.1f}" for key in ("us", "us_90")),
+            f"{row['allocations']:.2f}",
+        )
+    _write(results, out)
+    if as_json:
+        print(json.dumps(results, indent=1))
+        return
+    console.print(", ".join(map(str, results["header"].values())))
+    console.print(table)
+
+
 def _prepare(layers: list[str] | None, sizes: list[int], peers: Path) -> tuple[list[str], bool]:
     """Layers to measure and whether the peers are there; refuses what cannot run here."""
     import torch
@@ -235,9 +276,7 @@ def _measure(results: dict[str, Any], key: str, rows: Iterable[dict[str, Any]], 
     def gather(row: dict[str, Any]) -> str:
         others = [one for one in results.get(key, ()) if identity(one) != identity(row)]
         results[key] = [*others, row]
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(results, indent=1) + "\n")
+        _write(results, out)
         return f"{row['layer']}, {_case(row)}: {row['us']:.1f} us" if key == "rows" else ""
 
     _progress(key, rows, total, gather)
@@ -253,6 +292,12 @@ def _progress(name: str, done: Iterable[Any], total: int, say: Callable[[Any], s
             progress.advance(task)
             if text:
                 progress.console.print(text, highlight=False)
+
+
+def _write(results: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _print(results: dict[str, Any], as_json: bool) -> None:

@@ -46,14 +46,13 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
 
     def every():
         end = layout, "triton"
-        for given in ((None, None), (parents, tree)):
-            ops.plan(2, 1, given[1] is not None, cursors, *end)(slots, None, None, None, given[0], rows, given[1])
-        for T, given in ((1, None), (layout.T_max, None), (layout.T_max, tree)):
-            ops.step(2, T, x, out, buffers, *end)(rows, given, 1, x, w, out)
-        for given in (None, tree):
-            ops.conv(2, given is not None, lines, taps, lines, buffers.conv, 1, True, *end)(
-                rows, given, 1, lines, taps, None, lines
-            )
+        for after, to in ((None, None), (parents, tree)):
+            ops.plan(2, 1, to is not None, cursors, *end)(slots, None, None, None, after, rows, to)
+        for T, of in ((1, None), (layout.T_max, None), (layout.T_max, tree)):
+            ops.step(2, T, x, out, buffers, *end)(rows, of, 1, x, w, out)
+        for of in (None, tree):
+            ready = ops.conv(2, of is not None, lines, taps, lines, buffers.conv, 1, True, *end)
+            ready(rows, of, 1, lines, taps, None, lines)
         ops.compact(2, buffers, cursors.pending, *end)(rows, parents, slots)
         for accepted in (None, slots):
             ops.commit(2, cursors, "triton")(rows, accepted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 from typing import Annotated
@@ -22,6 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def soak(
     steps: Annotated[int, typer.Option(help="Request-steps: rows of steps, padding apart.")] = 5000,
+    seconds: Annotated[float, typer.Option(help="End after so many, done or not.")] = math.inf,
     seed: Annotated[int, typer.Option(help="Which walk; a seed repeats every event.")] = 0,
     family: Annotated[str, typer.Option(help="mamba2, gdn, kda, kda_safe or gla.")] = "gdn",
     state: Annotated[str, typer.Option(help="Format of the state that the recurrence continues from.")] = "fp32",
@@ -73,7 +75,7 @@ def soak(
         refuse(error)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("request-steps", total=steps)
-        report = walk(engine, steps, lambda done: progress.update(task, completed=done))
+        report = walk(engine, steps, lambda done: progress.update(task, completed=done), seconds=seconds)
     if as_json:
         about: dict[str, object] = {
             "family": family,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,15 +63,22 @@ def event(engine: Engine) -> None:
                 engine.abort([one])
 
 
-def walk(engine: Engine, steps: int, progress: Callable[[int], None] = lambda done: None, check_every: int = 64) -> Report:
+def walk(
+    engine: Engine,
+    steps: int,
+    progress: Callable[[int], None] = lambda done: None,
+    check_every: int = 64,
+    seconds: float = math.inf,
+) -> Report:
     """Events until that many request-steps are done, or something is wrong; then all live states are compared.
 
     Args:
         progress: called with the request-steps done.
         check_every: events between two looks at what the device found, each of which waits for it.
+        seconds: after which it ends early.
     """
     begin = time.perf_counter()
-    while engine.events["request-steps"] < steps:
+    while engine.events["request-steps"] < steps and time.perf_counter() - begin < seconds:
         engine.check.step += 1
         event(engine)
         if engine.check.step % check_every == 0:

@@ -91,8 +91,11 @@ def run(job: dict[str, Any], mode: str, site: Path | None, log: Path) -> Iterato
     environment = os.environ | {"SGLANG_PLUGINS": "replayssm" if mode == OURS else "none", "HF_HUB_OFFLINE": "1"}
     if site is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), environment.get("PYTHONPATH")]))
-    # -O: SGLang's GDN prefill asserts that it is not given fp32, which its kernels take.
-    command = [sys.executable, "-O", "-m", "replayssm.bench.sglang.job", json.dumps(job)]
+    command = [sys.executable, "-m", "replayssm.bench.sglang.job", json.dumps(job)]
+    if job.get("fp32"):
+        # SGLang's GDN prefill asserts that it is not given fp32, which its kernels take; torch.compile needs assertions.
+        command.insert(1, "-O")
+        environment |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1"}
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w") as file,

@@ -276,7 +276,7 @@ class Checks:
         if conv is not None and spec is not None:
             expect("conv", conv, (layers, B, spec.width - 1, spec.channels), ACTIVATIONS, self.device, inner=False)
 
-    def step(self, tokens: int | None, x: Inputs, w: Weights, out: Tensor) -> None:
+    def step(self, tokens: int | None, x: Inputs, w: Weights, out: Tensor | None) -> None:
         """A step's tokens and weights: which are there, their shapes, dtypes and strides."""
         N = x.v.shape[0] if tokens is None and x.v is not None else tokens
         wanted = step_tensors(self.layout, N)
@@ -289,7 +289,8 @@ class Checks:
                 expect(name, tensor, one.shape, one.dtypes, self.device)
                 if name in w._fields and not tensor.is_contiguous():
                     raise ValueError(f"{name}: expected contiguous, got strides {tensor.stride()}")
-        expect("out", out, x.v.shape, self.layout.act, self.device)
+        if out is not None:
+            expect("out", out, x.v.shape, self.layout.act, self.device)
 
     def conv(self, tokens: int | None, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """A convolution's inputs and weights."""

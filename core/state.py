@@ -212,13 +212,15 @@ class ReplayState:
                 raise ValueError(f"A: expected None for {self.layout.recurrence.name}, got {describe(A)}")
             A = self._A[layer]
         x, w = Inputs(q, k, v, b, a, z), Weights(A, dt_bias, D)
-        out = torch.empty(v.shape, dtype=self.layout.act, device=v.device) if out is None else out
+        if out is None and v is not None:  # one that is absent is refused below
+            out = torch.empty(v.shape, dtype=self.layout.act, device=v.device)
         compiling = torch.compiler.is_compiling()
         if compiling:
             self._checks.step(plan.tokens, x, w, out)
         else:
             key = "step", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, *map(form, (*x, *w, out))
             run = self._kept(key, lambda: self._ready_step(plan, x, w, out))
+        assert out is not None
         if self.debug:
             if layer in self._ran:
                 raise RuntimeError(f"layer {layer} ran twice under one plan; call commit and plan between steps")
@@ -229,8 +231,9 @@ class ReplayState:
             run(plan.rows, plan.tree, layer, x, w, out)
         return out
 
-    def _ready_step(self, plan: Plan, x: Inputs, w: Weights, out: Tensor) -> ops.Ready:
+    def _ready_step(self, plan: Plan, x: Inputs, w: Weights, out: Tensor | None) -> ops.Ready:
         self._checks.step(plan.tokens, x, w, out)
+        assert out is not None
         return ops.step(plan.rows.shape[0], plan.T, x, out, self.buffers, self.layout, self.backend, self._pool)
 
     def conv(

@@ -39,9 +39,10 @@ def expect(
         raise ValueError(f"{name}: expected unit inner stride, got strides {x.stride()}")
 
 
-def form(x: Tensor | None) -> tuple[object, ...] | None:
-    """What checks and compiled kernels depend on of a tensor: all but where it is, and of that whether it is aligned."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16 == 0)
+def forms(*tensors: Tensor | None) -> tuple[tuple[object, ...] | None, ...]:
+    """What checks and compiled kernels depend on of tensors: all but where they are, and of that whether it is aligned."""
+    of = [None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16 == 0) for x in tensors]
+    return tuple(of)
 
 
 class Wanted(NamedTuple):

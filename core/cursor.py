@@ -42,9 +42,11 @@ class Cursors(NamedTuple):
 CARRIED = {"start": torch.int32, "count": torch.int32, "flushes": torch.int32, "key": torch.int64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """One engine step: what every layer reads instead of cursors. Views of the state's fixed buffers, until the next ``plan``.
+
+    Plans of one form are one object, by which a state finds what it keeps ready.
 
     Attributes:
         rows: [B, len(PLAN)] int32.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from . import eager, kernels, launch
 from .cursor import Cursors
 from .kernels import arguments
-from .kernels.arguments import Tokens
 from .layout import STORED, Buffers, Inputs, Layout, Weights, states
 
 BACKENDS = ("triton", "torch")
@@ -83,12 +83,12 @@ def step(B: int, T: int, x: Inputs, out: Tensor, buffers: Buffers, layout: Layou
         launched = kernels.decode.decode(B, pool, layout, launch.decode(layout, B))
     else:
         launched = kernels.verify.verify(B, T, pool, layout, launch.verify(layout, B))
-    strides = [None if one is None else one.stride()[:2] for one in (*x, out)]
+    strides: list[Any] = [None if one is None else one.stride()[:2] for one in (*x, out)]
 
     def run(plan: Tensor, tree: Tensor | None, layer: int, x: Inputs, w: Weights, out: Tensor) -> None:
-        *tokens, to = [s and Tokens(one, *s) for one, s in zip((*x, out), strides, strict=True)]
+        *tokens, to = [s and (one, *s) for one, s in zip((*x, out), strides, strict=True)]
         planned = (plan,) if T <= 1 else (plan, tree)
-        launched(*planned, layer, Inputs(*tokens), w, to)  # type: ignore[arg-type]  # kernels' Tokens
+        launched(*planned, layer, tuple(tokens), tuple(w), to)
 
     return run
 
@@ -110,7 +110,7 @@ def conv(
     read, written = x.stride(0), out.stride(0)
 
     def run(plan: Tensor, tree: Tensor | None, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        launched(plan, tree, layer, Tokens(x, read, 0), weight, bias, Tokens(out, written, 0))
+        launched(plan, tree, layer, (x, read, 0), weight, bias, (out, written, 0))
 
     return run
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, cursor, ops, transfer
-from .checks import INTEGERS, Checks, describe, expect, form
+from .checks import INTEGERS, Checks, describe, expect, forms
 from .cursor import PLAN_WIDTH, Cursors, Plan
 from .export import Export
 from .formats import Stored
@@ -89,7 +89,7 @@ class ReplayState:
         self._trees = torch.zeros(max_rows, 2, layout.T_max, dtype=torch.int32, device=device)
         self._pool = ops.arguments.pool(buffers) if backend == "triton" else None
         self._A = None if A is None else A.unbind()
-        self._ready: dict[tuple[object, ...], Any] = {}
+        self._ready: dict[Hashable, Any] = {}
         self._ran: set[int] = set()
         self._spec = layout.spec  # TorchDynamo cannot trace its making
 
@@ -130,8 +130,10 @@ class ReplayState:
             torch.ops.replayssm.plan(*args, *self.cursors, plan.rows, plan.tree, T, self._spec, self.backend)
             torch.ops.replayssm.flush(plan.rows, *self.buffers, self.A, self._spec, self.backend)
         else:
-            key = "plan", None if per_row is not None else t, *map(form, args)
-            run, flush, plan = self._kept(key, lambda: self._ready_plan(self._planned(T, t, slots, force, cu_seqlens, parents)))
+            key = "plan", None if per_row is not None else t, forms(*args)
+            run, flush, plan = self._ready.get(key) or self._keep(
+                key, self._ready_plan(self._planned(T, t, slots, force, cu_seqlens, parents))
+            )
             if self.debug:
                 self._checks.debug_plan(slots, T, per_row, cu_seqlens, parents)
             run(*args, plan.rows, plan.tree)
@@ -158,14 +160,12 @@ class ReplayState:
         run = ops.plan(B, plan.T, plan.tree is not None, self.cursors, self.layout, backend)
         return run, ops.flush(B, self.buffers, self.A, self.layout, backend, self._pool), plan
 
-    def _kept(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        """What ``make`` gave for this key: arguments of a form that was seen need no check and no look by Triton again."""
-        found = self._ready.get(key)
-        if found is None:
-            if len(self._ready) >= MOST_READY:
-                self._ready.clear()
-            found = self._ready[key] = make()
-        return found
+    def _keep(self, key: Hashable, ready: Any) -> Any:
+        """Keep it ready: arguments of a form that was seen need no check and no look by Triton again."""
+        if len(self._ready) >= MOST_READY:
+            self._ready.clear()
+        self._ready[key] = ready
+        return ready
 
     def step(
         self,
@@ -218,8 +218,8 @@ class ReplayState:
         if compiling:
             self._checks.step(plan.tokens, x, w, out)
         else:
-            key = "step", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, *map(form, (*x, *w, out))
-            run = self._kept(key, lambda: self._ready_step(plan, x, w, out))
+            key = "step", plan, forms(*x, *w, out)
+            run = self._ready.get(key) or self._keep(key, self._ready_step(plan, x, w, out))
         assert out is not None
         if self.debug:
             if layer in self._ran:
@@ -259,8 +259,8 @@ class ReplayState:
         if compiling:
             self._checks.conv(plan.tokens, x, weight, bias, out)
         else:
-            key = "conv", plan.tokens, plan.T, plan.rows.shape, plan.tree is None, silu, *map(form, (x, weight, bias, out))
-            run = self._kept(key, lambda: self._ready_conv(plan, x, weight, bias, out, silu))
+            key = "conv", plan, silu, forms(x, weight, bias, out)
+            run = self._ready.get(key) or self._keep(key, self._ready_conv(plan, x, weight, bias, out, silu))
         if compiling:
             torch.ops.replayssm.conv(
                 plan.rows, plan.tree, layer, x, weight, bias, self.buffers.conv, out, plan.T, silu, self._spec, self.backend
@@ -288,8 +288,8 @@ class ReplayState:
         if compiling:
             self._checks.commit(plan, accepted, path)
         else:
-            key = "commit", plan.rows.shape, plan.tree is None, form(accepted), form(path)
-            compact, run = self._kept(key, lambda: self._ready_commit(plan, accepted, path))
+            key = "commit", plan, forms(accepted, path)
+            compact, run = self._ready.get(key) or self._keep(key, self._ready_commit(plan, accepted, path))
         if self.debug:
             self._checks.debug_commit(plan, accepted, path)
         if not compiling:

@@ -6,7 +6,7 @@ Strides are in elements. The innermost dimension is contiguous everywhere and ha
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format
-from ..layout import Buffers, Layout
+from ..layout import Buffers, Inputs, Layout, Weights
 from ..recurrence import L2_EPS
 
 
@@ -100,6 +100,12 @@ def pool(buffers: Buffers) -> Buffers:
 def tokens(tensor: Tensor | None) -> Tokens | None:
     """Tokens of a packed tensor [N, heads, ...]."""
     return None if tensor is None else Tokens(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def named(*arguments: Any) -> tuple[Any, ...]:
+    """A step's arguments as its kernel knows them; the last three are x, w and out, in plain tuples."""
+    *first, x, w, out = arguments
+    return *first, Inputs(*(one and Tokens(*one) for one in x)), Weights(*w), Tokens(*out)
 
 
 def on_device(tensor: Tensor) -> torch.cuda.device:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..cursor import PLAN_WIDTH
 from ..layout import Layout
-from .arguments import Rows
+from .arguments import Rows, Tokens
 from .prepared import Prepared
 from .recurrence import at, token, wrap
 
@@ -77,7 +77,7 @@ def _conv_kernel(
 
 
 def conv(B: int, taps: int, silu: bool, tree: bool, ring: Rows, layout: Layout) -> Prepared:
-    """One layer's convolution of B rows: call it with (plan, tree, layer, x, weight, bias, out).
+    """One layer's convolution of B rows: call it with (plan, tree, layer, x, weight, bias, out), x and out Tokens.
 
     It writes out [N, C] of the step's inputs x [N, C] and appends x to the ring. weight [C, taps], bias [C], both contiguous.
     """
@@ -87,6 +87,7 @@ def conv(B: int, taps: int, silu: bool, tree: bool, ring: Rows, layout: Layout) 
         ring.ptr.device,
         (B * triton.cdiv(C, BLOCK),),
         (ring, C),
+        lambda plan, tree, layer, x, weight, bias, out: (plan, tree, layer, Tokens(*x), weight, bias, Tokens(*out)),
         R=layout.R,
         T_MAX=layout.T_max if tree else 1,
         TAPS=taps,

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..cursor import PLAN_WIDTH
 from ..launch import Launch
 from ..layout import Buffers, Layout
-from .arguments import dims
+from .arguments import dims, named
 from .formats import load_read
 from .prepared import Prepared
 from .recurrence import (
@@ -195,7 +195,7 @@ def _decode_kernel(
 
 
 def decode(B: int, pool: Buffers, layout: Layout, launch: Launch) -> Prepared:
-    """One step of one layer and B rows, a token per row at most: call it with (plan, layer, x, w, out).
+    """One step of one layer and B rows, a token per row at most: call it with (plan, layer, x, w, out), x and out of Tokens.
 
     It reads plan rows [B, len(PLAN)] and writes out [N, H, V] and the pool.
     """
@@ -204,6 +204,7 @@ def decode(B: int, pool: Buffers, layout: Layout, launch: Launch) -> Prepared:
         pool.state.ptr.device,
         (B * layout.H * launch.SPLIT,),
         (pool, dims(layout, launch.BLOCK_K)),
+        named,
         WIDTH=PLAN_WIDTH,
         BLOCK_V=launch.BLOCK_V,
         SPLIT=launch.SPLIT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -28,13 +29,20 @@ class Prepared:
     Args:
         device: of all tensors, made the current one; its current stream is launched on.
         settled: the kernel's arguments before its constants.
+        named: makes of the first arguments, whose tuples are plain, those with the names that the kernel knows parts by.
         constants: the rest, and Triton's options.
     """
 
     def __init__(
-        self, kernel: KernelInterface[Any], device: torch.device, grid: tuple[int], settled: tuple[Any, ...], **constants: Any
+        self,
+        kernel: KernelInterface[Any],
+        device: torch.device,
+        grid: tuple[int],
+        settled: tuple[Any, ...],
+        named: Callable[..., tuple[Any, ...]] | None = None,
+        **constants: Any,
     ) -> None:
-        self.kernel, self.grid, self.settled, self.constants = kernel, grid, settled, constants
+        self.kernel, self.grid, self.settled, self.named, self.constants = kernel, grid, settled, named, constants
         self.index = device.index if device.type == "cuda" else None
         self._again: tuple[Any, tuple[Any, ...]] | None = None  # the binary over its grid, and what follows the first arguments
 
@@ -50,7 +58,8 @@ class Prepared:
             binary, rest = self._again
             binary(*args, *rest)
             return
-        compiled = self.kernel[self.grid](*args, *self.settled, **self.constants)
+        named = args if self.named is None else self.named(*args)
+        compiled = self.kernel[self.grid](*named, *self.settled, **self.constants)
         if compiled is not None and known(triton.__version__):  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(args) + len(self.settled) :]
             rest = *addresses(self.settled), *(self.constants[name] for name in names)

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..cursor import PLAN_WIDTH
 from ..launch import Launch, dot_precision
 from ..layout import Buffers, Layout
-from .arguments import dims
+from .arguments import dims, named
 from .formats import load_read
 from .prepared import Prepared
 from .recurrence import (
@@ -312,7 +312,7 @@ def _verify_kernel(
 
 
 def verify(B: int, T: int, pool: Buffers, layout: Layout, launch: Launch) -> Prepared:
-    """One step of one layer and B rows, at most T tokens a row: call it with (plan, tree, layer, x, w, out).
+    """One step of one layer and B rows, at most T tokens a row: call it with (plan, tree, layer, x, w, out), as ``decode``.
 
     It reads plan rows and writes out [N, H, V] and the pool.
     """
@@ -321,6 +321,7 @@ def verify(B: int, T: int, pool: Buffers, layout: Layout, launch: Launch) -> Pre
         pool.state.ptr.device,
         (B * layout.H * launch.SPLIT,),
         (pool, dims(layout, launch.BLOCK_K, least_W=16)),  # a matrix product has at least 16 of everything
+        named,
         WIDTH=PLAN_WIDTH,
         T_MAX=layout.T_max,
         TH=max(8, 1 << (T - 1).bit_length()),

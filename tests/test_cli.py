@@ -72,6 +72,20 @@ def test_json_has_every_number():
     assert all(model[way]["milliseconds"] > 0 for way in ("stock", "replay"))
 
 
+def test_formats_are_what_decodes():
+    args = ("run", "--model", "qwen3.5", "--prompt", presets.book()[:90], "--max-new-tokens", "30", "--state", "fp16+sr",
+            "--read", "int8", "--u", "bf16")  # fmt: skip
+    (model,) = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)["models"]
+    assert (model["state"], model["read"], model["u"]) == ("fp16+sr", "int8", "bfloat16")
+    # H = 4, G = 2, V = K = 64, three layers: states in fp16 and in int8 with a scale per 16, 17 records as in test_speculation.
+    S, copy, record = 4 * 64 * 64 * 2, 4 * 64 * (64 + 64 // 16 * 4), (2 * 64 + 4 * 64 + 3 * 4 + 2) * 4 + 4 * 64 * 2
+    assert model["replay"]["memory"] == 3 * (S + copy + 17 * record)
+    assert model["stock"]["read"] == model["stock"]["memory"] == 3 * 2 * S
+    assert 0 < model["logit_difference"]
+    done = CliRunner().invoke(app, [*args[:7]])
+    assert "state fp32, read copy none, u float32" in done.output
+
+
 def found(tokens: list[int], n: int) -> list[int]:
     """What prompt lookup drafts after these tokens: the n after the first occurrence of their last two, or last one."""
     for size in (2, 1):
@@ -206,6 +220,10 @@ def test_book_is_ascii_prose():
         (["--batch", "0"], "batch: expected >= 1, got 0"),
         (["--max-new-tokens", "0"], "max-new-tokens: expected >= 1, got 0"),
         (["--dtype", "fp4"], "dtype: expected one of fp32, bf16, fp16, got 'fp4'"),
+        (["--state", "fp7"], "state format: expected one of ['fp32', 'bf16'"),
+        (["--read", "fp16"], "read format: expected one of ['e4m3', 'int8', 'nvfp4'], got 'fp16'"),
+        (["--u", "fp64"], "u: expected one of fp32, bf16, fp16, got 'fp64'"),
+        (["--u", "fp16"], "u: expected with the delta rule alone, got torch.float16 for mamba2"),
         (["--device", "cuda:99"], "device: expected a device of this machine, which has"),
         (["--device", "abacus"], "device: expected cpu, cuda or cuda:N, got 'abacus'"),
         (["--device", "meta"], "device: expected cpu, cuda or cuda:N, got 'meta'"),

@@ -46,6 +46,9 @@ def run(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; default: the opening of Pride and Prejudice.")] = None,
     window: Annotated[int, typer.Option(help="Records a ring holds before it is folded.")] = 16,
+    state: Annotated[str, typer.Option(help="Format of the state that the recurrence continues from.")] = "fp32",
+    read: Annotated[str | None, typer.Option(help="Format of a copy that readouts use; default: they read the state.")] = None,
+    u: Annotated[str | None, typer.Option(help="Dtype of the delta rule's readout helper; default: by --dtype.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, each row.")] = 256,
     batch: Annotated[int, typer.Option(help="Rows: beginnings of the prompt of different lengths.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
@@ -56,15 +59,15 @@ def run(
 ) -> None:
     """Generate greedily with a model's own decoding and with ReplaySSM, and compare tokens, logits, bytes and time.
 
-    Example: replayssm run --model qwen3.5 --speculate prompt-lookup --draft-tokens 4
+    Example: replayssm run --model qwen3.5 --read int8 --speculate prompt-lookup --draft-tokens 4
 
-    Exit code 0: identical tokens. 1: tokens differ. 2: bad input.
+    Exit code 0: identical tokens. 1: tokens differ, as those of rounded states may. 2: bad input.
     """
     compare, known = with_transformers(".compare"), with_transformers(PRESETS)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
-        options = (prompt, window, max_new_tokens, batch, device, dtype, speculate, draft_tokens)
-        jobs = [compare.prepare(name, *options) for name in model or known.DEFAULTS]
+        options = compare.Options(prompt, window, state, read, u, max_new_tokens, batch, device, dtype, speculate, draft_tokens)
+        jobs = [compare.prepare(name, options) for name in model or known.DEFAULTS]
     except (ValueError, NotImplementedError, OSError) as error:
         refuse(error)
     results = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers as hf
@@ -22,8 +23,8 @@ class Cost:
     """What one way of decoding costs.
 
     Attributes:
-        read, written: state bytes per token of one request, all recurrent layers: averaged over whole windows, or with
-            speculation those of the run.
+        read, written: state bytes per token of one request, all recurrent layers. transformers reads and writes the states of
+            its cache; ReplaySSM's are means over whole windows, or with speculation those of the run.
         memory: state bytes that one request holds.
         milliseconds: wall time per token of each row, all rows at once, the prompt apart; None where nothing ran.
     """
@@ -63,6 +64,9 @@ class Result:
     family: str
     layers: int
     window: int
+    state: str
+    read: str | None
+    u: str | None  # None without the delta rule
     device: str
     dtype: str
     prompt_tokens: list[int]
@@ -80,6 +84,23 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Options:
+    """Of ``replayssm run``, whose help says what each means."""
+
+    prompt: str | None
+    window: int
+    state: str
+    read: str | None
+    u: str | None
+    max_new_tokens: int
+    batch: int
+    device: str
+    dtype: str
+    speculate: str | None
+    draft_tokens: int | None
+
+
+@dataclass(frozen=True)
 class Job:
     """A model that can run, with its inputs."""
 
@@ -87,57 +108,51 @@ class Job:
     model: hf.PreTrainedModel
     tokenizer: hf.PreTrainedTokenizerBase
     inputs: dict[str, Tensor]
-    window: int
     max_new_tokens: int
     dtype: str
     draft_tokens: int  # 0: no speculation
+    replay: dict[str, Any]  # what ``enable`` takes
 
 
-def prepare(
-    name: str,
-    prompt: str | None,
-    window: int,
-    max_new_tokens: int,
-    batch: int,
-    device: str,
-    dtype: str,
-    speculate: str | None = None,
-    draft_tokens: int | None = None,
-) -> Job:
+def prepare(name: str, options: Options) -> Job:
     """Load a model and check everything a run needs.
 
     Raises:
         ValueError, NotImplementedError, OSError: what cannot run, by name of the option.
     """
-    for option, value in (("max-new-tokens", max_new_tokens), ("batch", batch)):
+    of, text = options, book() if options.prompt is None else options.prompt
+    for option, value in (("max-new-tokens", of.max_new_tokens), ("batch", of.batch)):
         if value < 1:
             raise ValueError(f"{option}: expected >= 1, got {value}")
-    number = named_dtype(dtype)
-    if prompt == "":
+    if not text:
         raise ValueError("prompt: expected text, got ''")
-    drafts = _drafts(speculate, draft_tokens, batch, max_new_tokens)
-    model, tokenizer = load(name, number, named_device(device))
-    with enable(model, window=window, draft_tokens=drafts):  # what cannot be enabled is refused before anything runs
+    drafts, number = _drafts(of), named_dtype(of.dtype)
+    u = None if of.u is None else named_dtype(of.u, "u")
+    replay = {"window": of.window, "state": of.state, "read": of.read, "u": u, "draft_tokens": drafts}
+    model, tokenizer = load(name, number, named_device(of.device))
+    with enable(model, **replay):  # what cannot be enabled is refused before anything runs
         if drafts and model._is_stateful:
             raise NotImplementedError(f"speculate: transformers has no assisted generation for {type(model).__name__}")
-    batch_inputs = tokenizer(pieces(book() if prompt is None else prompt, batch), return_tensors="pt", padding=batch > 1)
+    batch_inputs = tokenizer(pieces(text, of.batch), return_tensors="pt", padding=of.batch > 1)
     inputs = {key: batch_inputs[key].to(model.device) for key in ("input_ids", "attention_mask")}
-    return Job(name, model, tokenizer, inputs, window, max_new_tokens, dtype, drafts)
+    return Job(name, model, tokenizer, inputs, of.max_new_tokens, of.dtype, drafts, replay)
 
 
-def _drafts(speculate: str | None, draft_tokens: int | None, batch: int, max_new_tokens: int) -> int:
+def _drafts(of: Options) -> int:
     """Most drafts of a step; 0 without speculation."""
-    if speculate is None:
-        if draft_tokens is not None:
+    if of.speculate is None:
+        if of.draft_tokens is not None:
             raise ValueError("draft-tokens: expected with speculate, got it alone")
         return 0
-    if speculate != "prompt-lookup":
-        raise ValueError(f"speculate: expected prompt-lookup, got {speculate!r}")
-    if batch > 1:
-        raise ValueError(f"batch: expected 1 with speculate, as transformers' assisted generation takes it, got {batch}")
-    if max_new_tokens < 2:
-        raise ValueError(f"max-new-tokens: expected >= 2 with speculate, as the first follows the prompt, got {max_new_tokens}")
-    drafts = 4 if draft_tokens is None else draft_tokens
+    if of.speculate != "prompt-lookup":
+        raise ValueError(f"speculate: expected prompt-lookup, got {of.speculate!r}")
+    if of.batch > 1:
+        raise ValueError(f"batch: expected 1 with speculate, as transformers' assisted generation takes it, got {of.batch}")
+    if of.max_new_tokens < 2:
+        raise ValueError(
+            f"max-new-tokens: expected >= 2 with speculate, as the first follows the prompt, got {of.max_new_tokens}"
+        )
+    drafts = 4 if of.draft_tokens is None else of.draft_tokens
     if drafts < 1:
         raise ValueError(f"draft-tokens: expected >= 1, got {drafts}")
     return drafts
@@ -145,19 +160,22 @@ def _drafts(speculate: str | None, draft_tokens: int | None, batch: int, max_new
 
 def compare(job: Job, advance: Callable[[int], None]) -> Result:
     """Generate twice, without drafts by the model's own decoding; ``advance`` takes the number of tokens that each made."""
-    with enable(job.model, window=job.window, draft_tokens=job.draft_tokens) as enabled:
+    with enable(job.model, **job.replay) as enabled:
         replay, cache = _generate(job, advance, job.draft_tokens)
         flushes, speculation = state_of(cache).cursors.flushes.tolist(), speculation_of(cache)
-    stock, _ = _generate(job, advance)
+    stock, stock_cache = _generate(job, advance)
     first, worst, worst_at, margin = _differences(stock, replay)
     layout, layers = enabled.layout, enabled.layers
-    model = layout.step_bytes()
-    ours = speculation.replay_bytes if job.draft_tokens else model.replay * layers
+    ours = speculation.replay_bytes if job.draft_tokens else layout.step_bytes().replay * layers
+    held = _states(stock_cache)
     return Result(
         model=job.name,
         family=enabled.family,
         layers=layers,
-        window=job.window,
+        window=layout.W,
+        state=layout.state,
+        read=layout.read,
+        u=str(layout.u).removeprefix("torch.") if layout.recurrence.delta else None,
         device=str(job.model.device),
         dtype=job.dtype,
         prompt_tokens=job.inputs["attention_mask"].sum(1).tolist(),
@@ -169,7 +187,7 @@ def compare(job: Job, advance: Callable[[int], None]) -> Result:
         logit_difference_at=worst_at,
         smallest_margin=margin,
         flushes=flushes,
-        stock=_cost(model.conventional * layers, layout.state_bytes * layers, stock.milliseconds),
+        stock=_cost(Traffic(held, held), held, stock.milliseconds),
         replay=_cost(ours, enabled.bytes_per_request, replay.milliseconds),
         speculation=_drafted(speculation, job.draft_tokens) if job.draft_tokens else None,
     )
@@ -182,6 +200,12 @@ def _drafted(of: Speculation, draft_tokens: int) -> Drafted:
 
 def _cost(traffic: Traffic, memory: int, milliseconds: float | None) -> Cost:
     return Cost(traffic.read, traffic.written, memory, milliseconds)
+
+
+def _states(cache: hf.Cache) -> int:
+    """Bytes of one row's recurrent states in a cache of transformers' own."""
+    states = (state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values())
+    return sum(state[0].nbytes for state in states if state is not None)
 
 
 class _Clock(BaseStreamer):

@@ -7,15 +7,14 @@ from pathlib import Path
 import torch
 import transformers as hf
 
+from ..configuration import DTYPES
 from ..integrations.transformers.presets import PRESETS, TRAINED, build
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-def named_dtype(name: str) -> torch.dtype:
-    """The activation dtype of that name; ValueError names the known ones."""
+def named_dtype(name: str, option: str = "dtype") -> torch.dtype:
+    """The dtype of that name; ValueError names the known ones."""
     if name not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+        raise ValueError(f"{option}: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 

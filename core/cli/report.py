@@ -29,6 +29,8 @@ def results(every: list[Result]) -> None:
 
 def _result(console: Console, result: Result) -> None:
     console.rule(f"{result.model}: {result.layers} {result.family} layers, {result.device}, {result.dtype}")
+    helper = f", u {result.u}" if result.u else ""
+    console.print(f"state {result.state}, read copy {result.read or 'none'}{helper}")
     for row, text in enumerate(result.text):
         console.print(f"row {row}, after {result.prompt_tokens[row]} tokens of prompt:", style="bold")
         console.print(text, markup=False, soft_wrap=True)

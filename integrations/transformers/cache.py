@@ -49,6 +49,7 @@ class Replay:
         if self.state is None:
             self.slots = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
             self.state = self.allocate(states.shape[0], states.device)
+            self.reset()
         states = (states.transpose(-1, -2) if self.transposed else states).contiguous()
         if layer == 0:
             self.settle()
@@ -99,9 +100,9 @@ class Replay:
         self.count = int(self.state.cursors.count[0])
 
     def reset(self) -> None:
-        """All rows start anew."""
+        """All rows start anew, each with random bits of its own."""
         self.settle()
-        self.state.reset(self.slots)
+        self.state.reset(self.slots, keys=self.slots.long())
         self.count = 0
 
     def drafts(self, t: int, begun: bool, announced: int | None) -> int:

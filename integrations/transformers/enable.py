@@ -29,7 +29,7 @@ class Enabled:
         family: the recurrence's name in ``replayssm.recurrence``.
         layers: recurrent layers that decode with ReplaySSM.
         layout: one layer's sizes and formats.
-        bytes_per_request: checkpoint and ring of one row, all layers.
+        bytes_per_request: checkpoint, read copy and ring of one row, all layers.
     """
 
     family: str
@@ -42,7 +42,7 @@ class Enabled:
         of = self.layout
         return (
             f"{type(self.model).__name__}: {self.layers} {self.family} layers, window {of.W}, state {of.state}, "
-            f"u {str(of.u).removeprefix('torch.')}, {self.bytes_per_request:,} bytes per request"
+            f"read {of.read or 'none'}, u {str(of.u).removeprefix('torch.')}, {self.bytes_per_request:,} bytes per request"
         )
 
     def __enter__(self) -> Enabled:
@@ -58,6 +58,7 @@ def enable(
     backend: str | None = None,
     u: torch.dtype | None = None,
     state: str = "fp32",
+    read: str | None = None,
     debug: bool | None = None,
     draft_tokens: int = 0,
 ) -> Enabled:
@@ -71,7 +72,8 @@ def enable(
         window: records that a ring holds before it is folded into the checkpoint.
         backend: "triton" or "torch"; None takes triton on CUDA and torch elsewhere.
         u: dtype of the delta rule's readout helper; None takes fp32 for fp32 models and fp16 for others.
-        state: the checkpoint's format, "fp32", "bf16" or "fp16".
+        state, read: formats of the checkpoint and of the copy that readouts use, as Layout takes them; None: they read the
+            checkpoint. What rounds stochastically is keyed by the row.
         debug: check cursors and the order of calls at the price of device reads; None reads REPLAYSSM_DEBUG.
         draft_tokens: most drafts of one forward in assisted generation, below the window. 0: transformers refuses it.
 
@@ -95,7 +97,11 @@ def enable(
             f"model: supported are recurrent layers of one shape on one device, got H, G, V, K {sorted(sizes)} "
             f"on {sorted(map(str, devices))}"
         )
-    layout = Layout(family.recurrence, *sizes.pop(), W=window, T_max=draft_tokens + 1, state=state, act=model.dtype, u=u)
+    layout = Layout(
+        family.recurrence, *sizes.pop(), W=window, T_max=draft_tokens + 1, state=state, read=read, act=model.dtype, u=u
+    )
+    if u is not None and not layout.recurrence.delta:
+        raise ValueError(f"u: expected with the delta rule alone, got {u} for {layout.recurrence.name}")
 
     def replay() -> Replay:
         return Replay(layout, len(mixers), family.transposed, family.decay(mixers), backend, debug)

@@ -12,6 +12,7 @@ import torch
 
 hf = pytest.importorskip("transformers")
 
+from replayssm import formats
 from replayssm.integrations.transformers import disable, enable, presets, state_of
 from replayssm.integrations.transformers.enable import _check_version
 from replayssm.integrations.transformers.families import MIXERS
@@ -333,18 +334,52 @@ def test_reorder_repeats_and_drops_rows():
 # ---- formats -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["bf16", "fp16"])
-def test_checkpoint_formats(state):
-    model, _ = built("nemotron-h")
-    tokens = rows_of_text("nemotron-h", 2, 100)
-    exact = uninterrupted(model, tokens)
-    full = enable(model).bytes_per_request
-    disable(model)
-    with enable(model, state=state) as enabled:
-        ours = uninterrupted(model, tokens)
-    layout = enabled.layout
-    assert full - enabled.bytes_per_request == enabled.layers * layout.H * layout.V * layout.K * 2
-    assert 0 < largest_difference(exact, ours) < 0.2
+def decoded(model, tokens, steps=40, **options):
+    """(logits, states after the last token, what was enabled) of 30 tokens of prompt and some that are decoded."""
+    with enable(model, debug=True, **options) as enabled:
+        cache = new_cache(model)
+        logits = forced(model, cache, tokens, [30, *[1] * steps])
+        return logits, state_of(cache).materialize(torch.arange(len(tokens))), enabled
+
+
+def cast_error(name, states):
+    """Relative error of storing these states once."""
+    one = formats.named(name)
+    draws = torch.rand(states.shape, generator=torch.Generator().manual_seed(1)) if one.stochastic else None
+    return relative(one.decode(one.encode(states, draws)), states)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "read"),
+    [
+        ("qwen3.5", "fp32", "int8"), ("kimi-linear", "fp32", "nvfp4"), ("nemotron-h", "fp32", "e4m3"), ("mamba2", "bf16", None),
+        ("nemotron-h", "fp16", None), ("qwen3.5", "fp16+sr", "int8"), ("glm5-next", "e4m3+sr", "nvfp4"),
+    ],
+)  # fmt: skip
+def test_formats(name, state, read):
+    """Errors are the casts': a read copy's stays in the step that reads it, a checkpoint's grows with the folds."""
+    model, _ = built(name)
+    tokens = rows_of_text(name, 2, 70)
+    exact, states, full = decoded(model, tokens)
+    ours, stored, enabled = decoded(model, tokens, state=state, read=read)
+    assert f"state {state}, read {read or 'none'}, " in str(enabled)
+    of, before = enabled.layout, full.layout
+    held = of.H * (formats.named(state).bytes(of.V, of.K) + (formats.named(read, "read").bytes(of.V, of.K) if read else 0))
+    assert enabled.bytes_per_request == full.bytes_per_request + enabled.layers * (held - before.state_bytes)
+    kept = 1.5 * 3**0.5 * cast_error(state, states)  # the prompt's state, then two folds
+    # The first layer reads what it reads without formats, the others read its errors.
+    assert relative(stored[0], states[0]) <= kept
+    assert torch.equal(stored[0], states[0]) == (state == "fp32")
+    error = ((ours - exact).norm(dim=-1) / exact.norm(dim=-1)).median()  # experts may be others at some positions
+    assert 0 < error < kept + 1.5 * cast_error(read or state, states)
+
+
+def test_stochastic_rounding_is_each_rows_own():
+    """Rows of one text round differently what the prompt left, and a second run the same."""
+    model, _ = built("mamba2")
+    tokens = rows_of_text("mamba2", 1, 31).expand(2, -1)
+    (_, states, _), (_, again, _) = (decoded(model, tokens, 1, state="fp16+sr") for _ in range(2))
+    assert torch.equal(states, again) and relative(states[:, 0], states[:, 1]) > 1e-4
 
 
 @pytest.mark.parametrize("u", [torch.float32, torch.bfloat16])
@@ -464,7 +499,9 @@ def refusals():
     yield "unknown class", lambda: hf.JambaForCausalLM(hf.JambaConfig(**jamba)), {}, "JambaForCausalLM .* supported are"
     yield "window 0", None, {"window": 0}, "window: expected an integer >= 1, got 0"
     yield "window text", None, {"window": "16"}, "window: expected an integer >= 1, got '16'"
-    yield "state format", None, {"state": "fp7"}, "fp7"
+    yield "state format", None, {"state": "fp7"}, "state format: expected one of .* got 'fp7'"
+    yield "read format", None, {"read": "fp16"}, "read format: expected one of .* got 'fp16'"
+    yield "u without delta rule", None, {"u": torch.float16}, "u: expected with the delta rule alone, got torch.float16"
     yield "backend", None, {"backend": "cuda"}, "backend: expected one of"
     yield "u", None, {"u": torch.float64}, "u: supported are"
 

@@ -1,19 +1,20 @@
-"""What a state did, counted on the device and read on demand; as text in Prometheus' format.
+"""What states did, counted on the device and read on demand; as text in Prometheus' format.
 
-Nothing here waits for the device but ``Meter.read``. What is counted follows from a plan's rows alone: a few small launches a
-step, whatever the layers, which go into a CUDA graph with it.
+Nothing here waits for the device but ``Meter.read``. What is counted follows from plan rows and cursors alone: small launches
+once a step, whatever the layers, which go into a CUDA graph with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cursor import PLAN, Plan, flush_rule, phase
-from .layout import Traffic
+from .layout import Layout, Traffic
 from .state import ReplayState
 
 
@@ -28,6 +29,7 @@ class Counts:
         live: records that their readouts found.
         folded: records that folds took in, those of materializations apart.
         materializations, materialized: states written elsewhere, and the records folded for them.
+        materialized_bytes: written there, in one layer.
     """
 
     steps: int
@@ -39,6 +41,7 @@ class Counts:
     folded: int
     materializations: int
     materialized: int
+    materialized_bytes: int
 
 
 HELP = {
@@ -55,43 +58,33 @@ HELP = {
 }
 
 
+class Sample(NamedTuple):
+    """One total: ``replayssm_<name>_total`` with these labels."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
 class Meter:
-    """Counts what a state does. The engine calls ``step`` once after each plan and ``materialize`` before each such call.
+    """Totals of what states of one layout did: ``Counted`` states add to them.
+
+    Args:
+        layout, layers, device: of the states.
 
     Attributes:
-        totals: [len(Counts)] int64 on the state's device.
+        totals: [len(Counts)] int64.
     """
 
-    def __init__(self, state: ReplayState) -> None:
-        self.state = state
-        self.totals = torch.zeros(len(Counts.__dataclass_fields__), dtype=torch.int64, device=state.device)
+    def __init__(self, layout: Layout, layers: int, device: torch.device | str) -> None:
+        self.layout, self.layers = layout, layers
+        self.totals = torch.zeros(len(Counts.__dataclass_fields__), dtype=torch.int64, device=device)
 
-    def step(self, plan: Plan, accepted: Tensor | None = None) -> None:
-        """Count a planned step.
-
-        Args:
-            accepted: [B] int, as ``ReplayState.commit`` takes it.
-        """
-        row = dict(zip(PLAN, plan.rows.long().unbind(1), strict=True))
-        layout, live = self.state.layout, row["slot"] >= 0
-        due = flush_rule(0, row["count"], row["t"], layout.W, phase(row["slot"], row["flushes"], layout.phases))
-        flush, found = row["flush"], row["count"] * (row["t"] > 0)
-        kept = row["t"] if accepted is None else accepted
-        none = torch.zeros_like(flush)
-        columns = (
-            row["t"] > 0, row["t"], kept, flush, flush * ~due, (1 - flush) * found, flush * row["count"], none, none,
-        )  # fmt: skip
-        self.totals += torch.where(live, torch.stack([one.long() for one in columns]), 0).sum(1)
-
-    def materialize(self, slots: Tensor, n: Tensor | None = None) -> None:
-        """Count states that are about to be materialized.
-
-        Args:
-            slots, n: [B], as ``ReplayState.materialize`` takes them.
-        """
-        live = slots >= 0
-        records = self.state.cursors.count[slots.long().clamp(min=0)] if n is None else n
-        self.totals[-2:] += torch.where(live, torch.stack([torch.ones_like(slots).long(), records.long()]), 0).sum(1)
+    def add(self, rows: Tensor, **columns: Tensor) -> None:
+        """Add the columns [B], by their names in Counts, of those rows [B] bool that count."""
+        none = torch.zeros_like(rows, dtype=torch.int64)
+        every = torch.stack([columns.get(name, none).to(torch.int64) for name in Counts.__dataclass_fields__])
+        self.totals += torch.where(rows, every, 0).sum(1)
 
     def read(self) -> Counts:
         """The totals so far; waits for the device."""
@@ -99,12 +92,72 @@ class Meter:
 
     def bytes(self, counts: Counts) -> Traffic:
         """Bytes of all layers that these counts moved, by the byte model, without activations."""
-        layout, one = self.state.layout, counts
+        layout, one = self.layout, counts
         stepped = layout.replay_bytes(one.steps, one.tokens, one.live, one.folded, one.flushes)
-        mean = one.materialized / max(one.materializations, 1)
-        elsewhere = layout.fold_traffic(mean, "fp32") * one.materializations
-        total = Traffic(stepped.read + elsewhere.read, stepped.written + elsewhere.written)
-        return total * self.state.layers
+        elsewhere = layout.state_bytes * one.materializations + layout.fold_bytes * one.materialized
+        return Traffic(stepped.read + elsewhere, stepped.written + one.materialized_bytes) * self.layers
+
+    def samples(self) -> list[Sample]:
+        """The totals so far, as Prometheus is told of them; waits for the device."""
+        counts = self.read()
+        moved, found = self.bytes(counts), asdict(counts)
+        ways = (("read", moved.read), ("written", moved.written))
+        return [
+            *(Sample(name, {}, found[name]) for name in HELP if name in found),
+            *(Sample("bytes", {"direction": way}, value) for way, value in ways),
+        ]
+
+
+class Counted(ReplayState):
+    """A ReplayState that counts what it does. Forced flushes are those that were not due, ``fold`` among them.
+
+    Args:
+        meter: what it adds to; states of one layout may share one. None makes one.
+        args, kwargs: as ReplayState takes them.
+    """
+
+    def __init__(self, *args: Any, meter: Meter | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.meter = Meter(self.layout, self.layers, self.device) if meter is None else meter
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """As of ReplayState: flushes happen here."""
+        plan = super().plan(*args, **kwargs)
+        row = _columns(plan)
+        count, t, flush = row["count"], row["t"], row["flush"]
+        due = flush_rule(0, count, t, self.layout.W, phase(row["slot"], row["flushes"], self.layout.phases))
+        found = {"live": (1 - flush) * count * (t > 0), "folded": flush * count}
+        self.meter.add(row["slot"] >= 0, steps=t > 0, tokens=t, flushes=flush, forced=flush * ~due, **found)
+        return plan
+
+    def commit(self, plan: Plan, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+        """As of ReplayState: again counts nothing."""
+        row = _columns(plan)
+        pending = self.cursors.pending[row["slot"].long().clamp(min=0)] == row["ticket"]
+        super().commit(plan, accepted, path)
+        self.meter.add((row["slot"] >= 0) & pending, accepted=row["t"] if accepted is None else accepted)
+
+    def fold(self, slots: Tensor) -> None:
+        """As of ReplayState."""
+        records, one = self._records(slots), torch.ones_like(slots)
+        super().fold(slots)
+        self.meter.add(slots >= 0, flushes=one, forced=one, folded=records)
+
+    def materialize(self, slots: Tensor, n: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        """As of ReplayState."""
+        states = super().materialize(slots, n, *args, **kwargs)
+        one = torch.ones_like(slots)
+        size = states[0, 0].numel() * states.element_size()
+        records = self._records(slots) if n is None else n
+        self.meter.add(slots >= 0, materializations=one, materialized=records, materialized_bytes=one * size)
+        return states
+
+    def _records(self, slots: Tensor) -> Tensor:
+        return self.cursors.count[slots.long().clamp(min=0)]
+
+
+def _columns(plan: Plan) -> dict[str, Tensor]:
+    return dict(zip(PLAN, plan.rows.unbind(1), strict=True))
 
 
 def prometheus(meters: Mapping[str, Meter]) -> str:
@@ -113,17 +166,14 @@ def prometheus(meters: Mapping[str, Meter]) -> str:
     Args:
         meters: by the value of the label ``state``.
     """
-    read = {name: (meter, meter.read()) for name, meter in meters.items()}
+    read = {name: meter.samples() for name, meter in meters.items()}
     lines = []
-    for field, about in HELP.items():
-        metric = f"replayssm_{field}_total"
-        lines += [f"# HELP {metric} {about}", f"# TYPE {metric} counter"]
-        for name, (meter, counts) in read.items():
-            label = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-            if field == "bytes":
-                moved = meter.bytes(counts)
-                for way, value in (("read", moved.read), ("written", moved.written)):
-                    lines.append(f'{metric}{{state="{label}",direction="{way}"}} {value:.0f}')
-            else:
-                lines.append(f'{metric}{{state="{label}"}} {asdict(counts)[field]}')
+    for metric, about in HELP.items():
+        lines += [f"# HELP replayssm_{metric}_total {about}", f"# TYPE replayssm_{metric}_total counter"]
+        for state, samples in read.items():
+            label = state.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+            for name, labels, value in samples:
+                if name == metric:
+                    more = "".join(f',{key}="{one}"' for key, one in labels.items())
+                    lines.append(f'replayssm_{metric}_total{{state="{label}"{more}}} {value:.0f}')
     return "\n".join(lines) + "\n"

@@ -26,6 +26,8 @@ class Requests:
     Rows of the state that must not be read hold NaN: unused slots, ring rows before they are written, padding rows' inputs.
     """
 
+    kind = ReplayState
+
     def __init__(
         self,
         layout: Layout,
@@ -44,9 +46,7 @@ class Requests:
         derived = layout.recurrence.decay == "derived"
         A = self.w["A"][None].to(DEVICE) if derived else None
         total = state_slots or max(slots, default=0) + 2
-        self.state = ReplayState(
-            layout, 1, total, DEVICE, backend, A=A, buffers=buffers, max_rows=max(8, total + 4), debug=debug
-        )
+        self.state = self.kind(layout, 1, total, DEVICE, backend, A=A, buffers=buffers, max_rows=max(8, total + 4), debug=debug)
         self.step_weights = {n: None if x is None else x.to(DEVICE) for n, x in self.w.items() if not (derived and n == "A")}
         if poison:
             for x in self.state.buffers:
@@ -111,6 +111,8 @@ class Speculation:
     A row's tokens are a chain, or with ``parents`` a tree; then ``paths`` are the tokens that may stay.
     """
 
+    kind = ReplayState
+
     def __init__(self, case, backend: str, slots: list[int], W: int, T: int, seed: int = 0, **kwargs):
         self.layout = case.layout(W=W, T_max=T, **kwargs)
         self.live, self.T, self.random = slots, T, random.Random(seed)
@@ -119,7 +121,7 @@ class Speculation:
         derived = self.layout.recurrence.decay == "derived"
         A = w["A"][None].to(DEVICE) if derived else None
         total = max(slots) + 2
-        self.state = ReplayState(self.layout, 1, total, DEVICE, backend, A=A, max_rows=total + 4, debug=True)
+        self.state = self.kind(self.layout, 1, total, DEVICE, backend, A=A, max_rows=total + 4, debug=True)
         self.weights = {name: x if x is None else x.to(DEVICE) for name, x in w.items() if not (derived and name == "A")}
         self.ring = reference.Ring(self.layout.recurrence, W, self.layout.R, self.layout.phases, **w)
         for x in self.state.buffers:

@@ -21,11 +21,13 @@ from sglang.srt.utils.common import rank0_log
 from torch import Tensor
 
 from ... import Layout
+from ...metrics import Meter
 from . import layers as model_layers
 from . import names
 from .backends import BACKENDS
 from .kernels import ReplaySSU
 from .layers import Layers
+from .metrics import Counters
 from .pool import ReplayMambaPool, describe, ring_bytes
 from .replay import Replay
 from .settings import NAME, chosen, settings_of
@@ -33,10 +35,19 @@ from .settings import NAME, chosen, settings_of
 
 @dataclass
 class Sized:
-    """What was found when SGLang sized the pool of this process's model, for the pool it then makes."""
+    """What was found when SGLang sized the pool of this process's model, for the pool it then makes, and what counts its steps.
+
+    Attributes:
+        counted: whether SGLang collects metrics.
+        meter: of the pool, once it is made.
+        counters: once SGLang has shown its own.
+    """
 
     layout: Layout | None = None
     layers: Layers | None = None
+    counted: bool = False
+    meter: Meter | None = None
+    counters: Counters | None = None
 
 
 sized = Sized()
@@ -58,7 +69,8 @@ def register() -> list[str]:
         HookRegistry.register(target, hook, HookType.AROUND)
     for target in after:
         HookRegistry.register(target, become, HookType.AFTER)
-    return [*around, *after]
+    HookRegistry.register(f"{names.METRICS}.log_stats", show, HookType.AFTER)
+    return [*around, *after, f"{names.METRICS}.log_stats"]
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------------------
@@ -70,6 +82,7 @@ def size(original: Callable[..., float], self: Any, total_rest_memory: float) ->
     if self.is_draft_worker or not (linear or mamba2):
         return original(self, total_rest_memory)
     parameters = self.mambaish_config.mamba2_cache_params
+    sized.counted = self.server_args.enable_metrics
     sized.layers = found = model_layers.of(self.model, parameters, linear, mamba2)
     drafts = None if self.spec_algorithm.is_none() else get_spec().speculative_num_draft_tokens
     sized.layout = layout = settings_of(self.server_args).layout(
@@ -104,8 +117,9 @@ def make_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
     if sized.layout is None:
         original(self, *args, **kwargs)
         return
-    self.mamba_pool_cls = partial(ReplayMambaPool, layout=sized.layout, layers=sized.layers)
+    self.mamba_pool_cls = partial(ReplayMambaPool, layout=sized.layout, layers=sized.layers, counted=sized.counted)
     original(self, *args, **kwargs)
+    sized.meter = self.mamba_pool.replay.meter
     rank0_log(describe(sized.layout, self.mamba_pool.replay.last + 1))
     self.mamba_allocator.alloc = partial(_assign, self.mamba_allocator.alloc, self.mamba_pool.replay)
 
@@ -129,6 +143,18 @@ def donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwar
     if replay is not None and slot is not None and not request_pool.enable_mamba_extra_buffer:
         replay.settle(slot.reshape(1))
     return original(self, req, *args, **kwargs)
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def show(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang shows its own values, at its logging interval and by a thread whose stream waits for no step: ours follow."""
+    if sized.meter is None:
+        return
+    if sized.counters is None:
+        sized.counters = Counters(sized.meter, self)
+    sized.counters.update()
 
 
 # ---- the backends ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ HYBRID_BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridL
 MAMBA2_BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend.Mamba2AttnBackend"
 GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 KDA = "sglang.srt.layers.attention.linear.kda_backend"
+METRICS = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector"
 COMMIT = "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify"
 
 

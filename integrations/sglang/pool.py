@@ -36,6 +36,7 @@ class ReplayMambaPool(memory_pool.MambaPool):
         *,
         layout: Layout,
         layers: Layers,
+        counted: bool = False,
         spec_state_size: int,
         cache_params: Any,
         speculative_num_draft_tokens: int | None = None,
@@ -52,7 +53,7 @@ class ReplayMambaPool(memory_pool.MambaPool):
                 )
                 self.mamba_cache = self._with_drafts(cache_params, spec_state_size, speculative_num_draft_tokens, dense)
             buffers = layout.allocate(count, slots, pool.temporal.device, state=pool.temporal)
-        self.replay = Replay(layout, buffers, layers)
+        self.replay = Replay(layout, buffers, layers, counted)
         self.mem_usage += count * slots * ring_bytes(layout) / 2**30
 
     def _with_drafts(self, cache_params: Any, rows: int, drafts: int, dense: bool) -> memory_pool.MambaPool.SpeculativeState:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ... import Buffers, Layout, Plan, ReplayState
+from ...metrics import Counted, Meter
 from .layers import Layers
 
 # Rows of a step, padding included, may be more than slots: batches are padded to captured sizes.
@@ -30,9 +31,11 @@ class Replay:
         layout: of every layer.
         buffers: SGLang's states and our rings.
         layers: of the model.
+        counted: whether what the state does is counted.
 
     Attributes:
         state: the ReplayState.
+        meter: its counts, or None.
         layer: the layer that runs, counted in the pool's order; SGLang's kernels are not told.
         assigned: slots that SGLang gave to requests or to its prefix cache since the last batch began. Whatever fills them, a
             prefill, a copy, a transfer from another server or from the host, finds or leaves no record in their rings.
@@ -40,14 +43,14 @@ class Replay:
             the last one's number.
     """
 
-    def __init__(self, layout: Layout, buffers: Buffers, layers: Layers) -> None:
+    def __init__(self, layout: Layout, buffers: Buffers, layers: Layers, counted: bool = False) -> None:
         count, slots = buffers.state.shape[:2]
         self.layout, self.layers, self.last = layout, layers, count - 1
         self._A = torch.empty(count, layout.H, dtype=torch.float32, device=buffers.state.device)
         derived = layout.recurrence.decay == "derived"
-        self.state = ReplayState(
-            layout, count, slots, buffers=buffers, A=self._A if derived else None, max_rows=max(slots, MOST_ROWS)
-        )
+        kind = Counted if counted else ReplayState
+        self.state = kind(layout, count, slots, buffers=buffers, A=self._A if derived else None, max_rows=max(slots, MOST_ROWS))
+        self.meter: Meter | None = self.state.meter if isinstance(self.state, Counted) else None
         self._A_of = [None if derived else one for one in self._A.unbind()]
         self._verified: dict[int, Plan] = {}
         self.layer = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ... import Layout, Plan, ReplayState
 from ...cursor import committed, flush_rule
+from ...metrics import Counted, Meter
 from .speculation import Speculation
 
 GRADIENTS = "ReplaySSM decodes without gradients; call under torch.no_grad(), as generate() does, or disable(model)"
@@ -25,14 +27,12 @@ class Replay:
     Args:
         layout, layers: of the model.
         transposed: whether the model's state tensors are [B, H, K, V].
-        A, backend, debug: as ReplayState takes them.
+        meter: what counts its steps, or None.
+        kwargs: A, backend and debug as ReplayState takes them.
     """
 
-    def __init__(
-        self, layout: Layout, layers: int, transposed: bool, A: Tensor | None, backend: str | None, debug: bool | None
-    ) -> None:
-        self.layout, self.layers, self.transposed, self.A = layout, layers, transposed, A
-        self.backend, self.debug = backend, debug
+    def __init__(self, layout: Layout, layers: int, transposed: bool, meter: Meter | None = None, **kwargs: Any) -> None:
+        self.layout, self.layers, self.transposed, self.meter, self.kwargs = layout, layers, transposed, meter, kwargs
         self.state: ReplayState | None = None
         self.pending: Plan | None = None
         self.recording, self.folded, self.count = False, True, 0
@@ -40,7 +40,9 @@ class Replay:
 
     def allocate(self, slots: int, device: torch.device) -> ReplayState:
         """A new state of that many rows."""
-        return ReplayState(self.layout, self.layers, slots, device, backend=self.backend, A=self.A, debug=self.debug)
+        if self.meter is not None:
+            return Counted(self.layout, self.layers, slots, device, meter=self.meter, **self.kwargs)
+        return ReplayState(self.layout, self.layers, slots, device, **self.kwargs)
 
     def load(self, layer: int, states: Tensor) -> None:
         """The model's own prefill computed these states of one layer."""

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from ... import Layout
+from ...metrics import Meter, prometheus
 from .cache import Replay, attach
 from .families import MIXERS, Call
 
@@ -30,6 +31,7 @@ class Enabled:
         layers: recurrent layers that decode with ReplaySSM.
         layout: one layer's sizes and formats.
         bytes_per_request: checkpoint, read copy and ring of one row, all layers.
+        meter: counts of what all caches' states did since, where ``metrics`` was asked for.
     """
 
     family: str
@@ -37,6 +39,16 @@ class Enabled:
     layout: Layout
     bytes_per_request: int
     model: nn.Module = field(repr=False)
+    meter: Meter | None = field(default=None, repr=False)
+
+    def metrics(self) -> str:
+        """Totals so far in Prometheus' format, labelled by the model's class; waits for the device.
+
+        Raises: ValueError without ``enable(model, metrics=True)``.
+        """
+        if self.meter is None:
+            raise ValueError("metrics: expected a model enabled with metrics=True")
+        return prometheus({type(self.model).__name__: self.meter})
 
     def __str__(self) -> str:
         of = self.layout
@@ -61,6 +73,7 @@ def enable(
     read: str | None = None,
     debug: bool | None = None,
     draft_tokens: int = 0,
+    metrics: bool = False,
 ) -> Enabled:
     """Let a model's recurrent layers decode with ReplaySSM; its prefill and everything else stay transformers' own.
 
@@ -76,6 +89,7 @@ def enable(
             checkpoint. What rounds stochastically is keyed by the row.
         debug: check cursors and the order of calls at the price of device reads; None reads REPLAYSSM_DEBUG.
         draft_tokens: most drafts of one forward in assisted generation, below the window. 0: transformers refuses it.
+        metrics: count flushes, tokens and bytes on the device, for ``Enabled.metrics``: a few small launches a step.
 
     Returns:
         What was enabled; a context manager that disables at its end.
@@ -103,10 +117,14 @@ def enable(
     if u is not None and not layout.recurrence.delta:
         raise ValueError(f"u: expected with the delta rule alone, got {u} for {layout.recurrence.name}")
 
-    def replay() -> Replay:
-        return Replay(layout, len(mixers), family.transposed, family.decay(mixers), backend, debug)
+    device = devices.pop()
+    meter = Meter(layout, len(mixers), device) if metrics else None
 
-    replay().allocate(1, devices.pop())  # raises what a first generate() would
+    def replay() -> Replay:
+        A = family.decay(mixers)
+        return Replay(layout, len(mixers), family.transposed, meter, A=A, backend=backend, debug=debug)
+
+    replay().allocate(1, device)  # raises what a first generate() would
     indices = [mixer.layer_idx for mixer in mixers]
     call = Call()
     forward = _forward(family.rebind(type(mixers[0]).forward, call), indices, replay, call)
@@ -114,7 +132,7 @@ def enable(
         forward.undo = _allow_drafts(model, call)
     for mixer in mixers:
         mixer.forward = MethodType(forward, mixer)
-    enabled = Enabled(family.recurrence.name, len(mixers), layout, layout.slot_bytes * len(mixers), model)
+    enabled = Enabled(family.recurrence.name, len(mixers), layout, layout.slot_bytes * len(mixers), model, meter)
     logger.info("%s", enabled)
     return enabled
 

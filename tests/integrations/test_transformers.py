@@ -412,6 +412,23 @@ def test_bf16_model(name):
     assert error < 1.5 * stock_error
 
 
+def test_metrics():
+    """Two texts one after the other, counted by hand: 9 steps of 2 rows and 4 of 3, window 5; rows 1 and 2 have short ones."""
+    model, _ = built("mamba2")
+    with enable(model, window=5, metrics=True) as enabled:
+        for rows, steps in ((2, 9), (3, 4)):
+            forced(model, new_cache(model), rows_of_text("mamba2", rows, 40), [30, *[1] * steps])
+    lines = enabled.metrics().splitlines()
+    assert 'replayssm_tokens_total{state="Mamba2ForCausalLM"} 30' in lines
+    assert 'replayssm_accepted_total{state="Mamba2ForCausalLM"} 30' in lines
+    # Row 0 folds before its sixth token, row 1 (its first window is 3 shorter) before its third and eighth, and again row 1 of
+    # the second text; its row 2 (1 shorter) does not come so far.
+    assert 'replayssm_flushes_total{state="Mamba2ForCausalLM"} 4' in lines
+    assert 'replayssm_forced_total{state="Mamba2ForCausalLM"} 0' in lines
+    with enable(model) as enabled, pytest.raises(ValueError, match="metrics: expected a model enabled with metrics=True"):
+        enabled.metrics()
+
+
 # ---- on, off, and what is refused ----------------------------------------------------------------------------------
 
 

@@ -118,6 +118,11 @@ EDITS = (
         "srt/mem_cache/unified_cache/components/mamba.py", "MambaComponent.prepare_for_caching_req", "donate",
         "a request's ring is folded before the prefix cache takes its slot",
     ),
+    Edit(
+        "srt/observability/metrics_collector.py", "SchedulerMetricsCollector.log_stats",
+        "with --enable-metrics, what ReplaySSM did is shown with SGLang's own values",
+        statement("replayssm.show(self)"), (IMPORT,),
+    ),
 )  # fmt: skip
 
 

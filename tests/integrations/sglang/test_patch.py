@@ -161,7 +161,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 before = dict(HookRegistry._hooks)
 activate()
 assert dict(HookRegistry._hooks) == before, "the plugin leaves a SGLang alone that calls us itself"
-for hook in ("resolve", "size", "make_pool", "dispatch", "become", "commit", "accept", "donate", "ReplaySSU"):
+for hook in ("resolve", "size", "make_pool", "dispatch", "become", "commit", "accept", "donate", "show", "ReplaySSU"):
     assert callable(getattr(builtin, hook)), hook
 
 from tests.integrations.sglang.test_arguments import OURS, QWEN, resolved

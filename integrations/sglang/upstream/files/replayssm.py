@@ -53,6 +53,12 @@ def become(backend: Any, model_runner: Any) -> None:
         _hooks().become(None, backend, model_runner)
 
 
+def show(collector: Any) -> None:
+    """After the scheduler's metrics were shown."""
+    if _chosen():
+        _hooks().show(None, collector)
+
+
 def state_update(**options: Any) -> Any:
     """The backend of Mamba-2's selective state update."""
     return _hooks().ReplaySSU(**options)

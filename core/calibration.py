@@ -9,6 +9,7 @@ from typing import Any
 
 from .models import MODELS, Model
 
+STEPS = ("decode", "verify")  # the results files whose rows are steps
 # Recurrences that the same kernels serve at the same cost as a measured one.
 MEASURED_AS = {"kda_safe": "kda"}
 
@@ -79,9 +80,9 @@ class Calibration:
     points: tuple[Point, ...]
 
     @staticmethod
-    def of(results: Iterable[Mapping[str, Any]], replays: Callable[[str], bool]) -> Calibration:
-        """From results files ``{"header": ..., "rows": ...}``, decode first; `replays` tells replaying peers by their names."""
-        every = list(results)
+    def of(results: Mapping[str, Mapping[str, Any]], replays: Callable[[str], bool]) -> Calibration:
+        """From results files ``{"header": ..., "rows": ...}`` by name; `replays` tells replaying peers by their names."""
+        every = [results[name] for name in STEPS if name in results]
         if not every:
             raise ValueError("results: expected those of `replayssm bench decode`, got none")
         head = every[0]["header"]

@@ -20,7 +20,7 @@ QWEN = models.find("Qwen3.5-4B")
 
 @pytest.fixture(scope="module")
 def committed():
-    return Calibration.of(results.load().values(), replays)
+    return Calibration.of(results.load(), replays)
 
 
 def row(layer="Qwen3.5-4B", batch=64, us=100.0, peers=None, **other):
@@ -33,7 +33,7 @@ def row(layer="Qwen3.5-4B", batch=64, us=100.0, peers=None, **other):
 
 def calibrated(*rows):
     header = {"device": H200.device, "date": "2030-01-01", "commit": "abc", "read_ceiling": 4e12}
-    return Calibration.of([{"header": header, "rows": list(rows)}], replays)
+    return Calibration.of({"decode": {"header": header, "rows": list(rows)}}, replays)
 
 
 def test_committed_rows_come_back(committed):
@@ -46,6 +46,14 @@ def test_committed_rows_come_back(committed):
         assert replay.recurrent.share == pytest.approx(one["floor_us"] / one["us"])
         assert replay.recurrent.bytes / of.model.layers == pytest.approx(one["bytes"])
         assert replay.recurrent.measured
+
+
+def test_other_results_are_no_steps(committed):
+    others = {
+        "materialize": {"header": {}, "rows": [row(op="fold", count=8, us=1.0)]},
+        "drift": {"header": {}, "rows": [{"model": "m"}]},
+    }
+    assert Calibration.of(results.load() | others, replays) == committed
 
 
 def test_bytes_and_memory_by_hand():
@@ -204,7 +212,7 @@ def test_deployments_that_cannot_be(changes, message, committed):
 
 def test_results_that_say_nothing():
     with pytest.raises(ValueError, match="results: expected those of `replayssm bench decode`, got none"):
-        Calibration.of([], replays)
+        Calibration.of({}, replays)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------

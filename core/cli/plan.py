@@ -67,7 +67,7 @@ def _calibration() -> Calibration:
     from replayssm.bench.peers import replays
     from replayssm.bench.results import load
 
-    return Calibration.of(load().values(), replays)
+    return Calibration.of(load(), replays)
 
 
 def _print(console: Console, title: str, of: Deployment, found: Estimate) -> None:

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from replayssm.estimate import Estimate
 
-from .tables import FAMILIES, best, group, position
+from .sglang.modes import NATIVE, OURS, STOCK
+from .tables import FAMILIES, best, gain, group, position, runs
 
 Rows = Sequence[dict[str, Any]]
 matplotlib.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "font.size": 9, "legend.handlelength": 3.5})
@@ -145,6 +146,30 @@ def drift(rows: Rows) -> Figure:
         at.set_yscale("log")
         at.legend(fontsize=7)
     axes[0].set_ylabel("mean KL divergence")
+    return figure
+
+
+def engines(rows: Rows) -> Figure:
+    """Whole models under SGLang: its step over ours, by GPU-busy time and by the clock, over the batch; a panel per model."""
+    found = runs(rows)
+    names = list(dict.fromkeys(name for name, _ in found))
+    figure, axes = _panels(names)
+    for (name, speculative), modes in found.items():
+        at = axes[names.index(name)]
+        for mode, colour, label in ((STOCK, 0, "stock"), (NATIVE, 1, "its own replay")):
+            for key, style in (("ms_per_step", "o-"), ("wall_ms_per_step", "x:")):
+                gains = ((batch, gain(row, modes[OURS].get(batch), key)) for batch, row in modes[mode].items())
+                points = sorted((batch, times) for batch, times in gains if times is not None)
+                if points:
+                    shown = ("" if style == "o-" else "_") + label + (", speculative" if speculative else "")
+                    at.plot(*zip(*points, strict=True), style, ms=3, color=f"C{colour + 2 * speculative}", label=shown)
+    for name, at in zip(names, axes, strict=True):
+        if at.lines:
+            at.legend(fontsize=7)
+        at.axhline(1.0, color="black", lw=0.8)
+        _powers(at, "requests of a step", (batch for key in found if key[0] == name for batch in found[key][OURS]))
+    axes[0].set_ylabel("SGLang's step / ours; dotted: by the clock")
+    axes[0].set_ylim(bottom=0)
     return figure
 
 

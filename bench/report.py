@@ -68,6 +68,7 @@ SECTIONS: dict[str, tuple[Part, ...]] = {
         Part("drift", needs=("model", "format", "position", "kl_mean"), figure="drift", table=tables.drift),
         Part("drift", needs=("kl_p99", "top1", "state_error"), table=tables.drift_end),
     ),
+    "engines": (Part("sglang", figure="engines", table=tables.engines),),
 }
 
 

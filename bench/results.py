@@ -16,6 +16,7 @@ COMMANDS = {
     "verify": "replayssm bench verify",
     "materialize": "replayssm bench materialize",
     "drift": "replayssm drift",
+    "sglang": "replayssm bench sglang speed",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from replayssm.recurrence import FAMILIES as RECURRENCES
 
 from .peers import replays
+from .sglang.modes import MODES, NATIVE, OURS, STOCK
 
 FAMILIES = {"gdn": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamba-2"}
 PEERS = ("best conventional / ours", "best replaying / ours")
@@ -189,6 +190,44 @@ def _over_positions(rows: Sequence[Row], keys: Sequence[str], cell: Callable[[Ro
         at = {position(row): cell(row) for row in of}
         lines.append((*values, *(at.get(tokens, "-") for tokens in positions)))
     return table((*keys, *(f"{tokens:,} tokens" for tokens in positions)), lines)
+
+
+def runs(rows: Sequence[Row]) -> dict[tuple[str, bool], dict[str, dict[int, Row]]]:
+    """Steps of whole models under an engine: (model and GPUs, whether speculative) -> mode -> batch -> row."""
+    found: dict[tuple[str, bool], dict[str, dict[int, Row]]] = {}
+    for row in rows:
+        ranks = row.get("tp", 1)
+        name = row["model"] + (f", {ranks} GPUs" if ranks > 1 else "")
+        modes = found.setdefault((name, row.get("speculative", False)), {mode: {} for mode in MODES})
+        modes[row["mode"]][row["batch"]] = row
+    return found
+
+
+def gain(theirs: Row | None, ours: Row | None, key: str) -> float | None:
+    """How many times ours theirs takes; None where either was not measured."""
+    a, b = (row and row.get(key) for row in (theirs, ours))
+    return a / b if a and b else None
+
+
+def engines(rows: Sequence[Row]) -> str:
+    """Per model and batch: a step by GPU-busy time in each mode, what ours gains by it and by the clock, requests that fit."""
+    columns = (
+        "model", "requests", "stock, ms", "its own replay, ms", "ReplaySSM, ms", "stock / ours", "own replay / ours",
+        "stock / ours by the clock", "tokens/s", "requests that fit, stock", "ours",
+    )  # fmt: skip
+    lines = []
+    for (name, speculative), modes in runs(rows).items():
+        fit = [next((str(row["max_requests"]) for row in modes[mode].values()), "-") for mode in (STOCK, OURS)]
+        for batch in sorted({batch for of in modes.values() for batch, row in of.items() if row.get("ms_per_step")}):
+            stock, native, ours = (modes[mode].get(batch) for mode in (STOCK, NATIVE, OURS))
+            pairs = (stock, "ms_per_step"), (native, "ms_per_step"), (stock, "wall_ms_per_step")
+            lines.append((
+                name + (", speculative" if speculative else ""), f"{batch}",
+                *(_shown(row and row.get("ms_per_step"), ".2f") for row in (stock, native, ours)),
+                *(_shown(gain(row, ours, key), ".2f") for row, key in pairs),
+                _shown(ours and ours.get("tokens_per_s"), ",.0f"), *fit,
+            ))  # fmt: skip
+    return table(columns, lines)
 
 
 def _shown(value: float | None, form: str) -> str:

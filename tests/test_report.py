@@ -14,6 +14,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from replayssm.bench import advice, report, results, tables
+from replayssm.bench.sglang import modes
 from replayssm.cli.app import app
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -25,6 +26,11 @@ def row(**other):
     return {"family": "gdn", "layer": "Qwen3.5-4B", "batch": 4, "T": 1, "W": 16, "state": "fp32", "read": None, "us": 50.0,
             "floor_us": 40.0, "bytes": 1e6, "layers": 3, "u": "float16",
             "peers": {"slow": 200.0, "fast": 100.0, "its replay": 60.0, "checkpointing": 55.0}} | other  # fmt: skip
+
+
+def step(mode, batch, ms, **other):
+    return {"model": "m", "mode": mode, "batch": batch, "ms_per_step": ms, "wall_ms_per_step": ms + 1, "tokens_per_s": 1e3 * ms,
+            "max_requests": 300 if mode == "stock" else 900} | other  # fmt: skip
 
 
 @pytest.fixture
@@ -44,6 +50,12 @@ def every():
              "state_error": [k, 2 * k]}
             for f, p, k in (("nvfp4", 1024, 1e-2), ("nvfp4", [1024, 2048], 2e-2), ("e4m3", 1024, 1e-3))
         ], "conventional": [{"model": "m", "position": [1024, 2048], "loss": 1.25}]},
+        "sglang": {"header": HEADER, "rows": [
+            *(step(mode, batch, ms) for batch in (256, 1) for mode, ms in zip(modes.MODES, (4.0, 3.0, 2.0), strict=True)),
+            step("stock", 1, 8.0, speculative=True), step("ours", 1, 4.0, speculative=True),
+            {"model": "m", "mode": "stock", "batch": 512, "speculative": True, "max_requests": 300, "skipped": "300 fit"},
+            step("ours", 512, 9.0, speculative=True), step("ours", 1, 2.5, tp=2),
+        ]},
     }  # fmt: skip
 
 
@@ -114,13 +126,19 @@ def test_tables(every):
     assert "| m | nvfp4 | 1.0e-02 | 2.0e-02 |" in found and "| m | e4m3 | 1.0e-03 | - |" in found
     assert "to 2,048 tokens:" in found and "| m | nvfp4 | 1.8e-01 | 50.00% | 2.000 | - | 4.0e-02 |" in found
     assert "| m | e4m3 | 9" not in found and "| m | 1.250 |" in found
+    found = report.section("engines", every)
+    for line in ("m | 1 | 4.00 | 3.00 | 2.00 | 2.00 | 1.50 | 1.67 | 2,000 | 300 | 900",
+                 "m, speculative | 1 | 8.00 | - | 4.00 | 2.00 | - | 1.80 | 4,000 | 300 | 900",
+                 "m, speculative | 512 | - | - | 9.00 | - | - | - | 9,000 | 300 | 900",
+                 "m, 2 GPUs | 1 | - | - | 2.50 | - | - | - | 2,500 | - | 900"):  # fmt: skip
+        assert f"| {line} |" in found
 
 
 def test_nothing_is_missing_and_every_figure_is_drawn(every, tmp_path):
     figures = pytest.importorskip("replayssm.bench.figures", exc_type=ModuleNotFoundError)
     assert report.missing(every) == []
     drawable = report.drawable(every)
-    assert set(drawable) == {"speed_up", "share", "trace", "verify", "materialize", "drift"}
+    assert set(drawable) == {"speed_up", "share", "trace", "verify", "materialize", "drift", "engines"}
     for name, rows in drawable.items():
         figures.save(getattr(figures, name)(rows), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -149,6 +167,11 @@ def test_lines_of_the_figures(every):
     assert lines("trace")["Qwen3.5-4B: slowest 1.25 x mean"] == [[0, 1, 2], [1, 2, 3]]
     assert lines("materialize", 1)["Qwen3.5-4B"] == [[0, 8], [0.8, 0.8]]
     assert lines("drift")["nvfp4"] == [[1024, 2048], [1e-2, 2e-2]]
+    assert lines("engines") == {
+        "stock": [[1, 256], [2.0, 2.0]], "_stock": [[1, 256], [5 / 3, 5 / 3]],
+        "its own replay": [[1, 256], [1.5, 1.5]], "_its own replay": [[1, 256], [4 / 3, 4 / 3]],
+        "stock, speculative": [[1], [2.0]], "_stock, speculative": [[1], [9 / 5]],
+    }  # fmt: skip
 
 
 def test_what_is_absent_is_said(every):
@@ -186,7 +209,7 @@ def test_markers_that_do_not_fit(change, every):
 
 def test_command(every, tmp_path):
     pytest.importorskip("matplotlib")
-    del every["drift"]
+    del every["drift"], every["sglang"]
     (tmp_path / "results").mkdir()
     for name, one in every.items():
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(one))

@@ -17,7 +17,7 @@ from replayssm.models import find
 
 from .tables import Row, best, group, table
 
-SCALES = Path(__file__).parent / "results/cpu/scales.json"
+SCALES, HELPER = (Path(__file__).parent / "results" / name for name in ("cpu/scales.json", "h200/u_precision.json"))
 MODELS = {"gdn": "Qwen3.5-4B", "kda": "Kimi-Linear-48B-A3B", "mamba2": "Nemotron-3-Nano-30B-A3B"}
 WINDOW = 16
 BATCH = 256  # requests of the steps whose times are shown
@@ -25,6 +25,11 @@ FORMATS: tuple[tuple[str, str | None], ...] = (
     ("fp32", None), ("bf16", None), ("fp32", "int8"), ("fp32", "e4m3"), ("fp32", "nvfp4"), ("fp16+sr", None),
     ("fp16+sr", "int8"), ("fp16+sr", "nvfp4"), ("e4m3+sr", None), ("e4m3+sr", "nvfp4"), ("nvfp4", None),
 )  # fmt: skip
+
+
+def committed(file: Path) -> list[Row]:
+    """A committed file's rows."""
+    return json.loads(file.read_text())["rows"]
 
 
 def layout(name: str, state: str, read: str | None) -> Layout:
@@ -40,7 +45,7 @@ def readout_error(state: str, read: str | None) -> str:
         return "0"
     if one.block is None:
         return f"at most {2.0 ** -(one.mbits + (0 if one.stochastic else 1)):.1e} a value"
-    rows = json.loads(SCALES.read_text())["rows"]
+    rows = committed(SCALES)
     errors = [row["output_error"] for row in rows if (row["format"], row["axis"], row["block"]) == (one.name, "K", one.block)]
     return f"{math.exp(sum(map(math.log, errors)) / len(errors)):.1e}" if errors else "not measured"
 

@@ -122,8 +122,15 @@ def summarise(readme: str, found: Results) -> str:
 
 
 def advise(precision: str, found: Results) -> str:
-    """precision.md with its table of formats, where it has markers for one."""
-    return _between(precision, "advice", advice.advice(found.get("decode", {"rows": []})["rows"]))
+    """precision.md with its tables, where it has markers for them: of the readout helper, of scales, of formats to choose."""
+    made = {
+        "helper": tables.helper(advice.committed(advice.HELPER)),
+        "scales": tables.scales(advice.committed(advice.SCALES)),
+        "advice": advice.advice(found.get("decode", {"rows": []})["rows"]),
+    }
+    for name, text in made.items():
+        precision = _between(precision, name, text)
+    return precision
 
 
 def _between(page: str, name: str, text: str) -> str:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from replayssm import GDN, KDA, MAMBA2, formats, reference
+from replayssm.bench import tables
 from tests.cases import relative
 
 SIZES = {"mamba2": (MAMBA2, 64, 128), "gdn": (GDN, 128, 128), "kda": (KDA, 128, 128)}  # V, K as served
@@ -96,15 +96,7 @@ def main() -> None:
     rows = []
     for (base, axis, block), family, uneven in itertools.product(kinds, SIZES, (False, True)):
         rows.append(measure(base, axis, block, family, uneven, args.tokens, args.seeds))
-    print(
-        "| format | axis | block | bytes a value | error x bytes, geometric mean | output errors: even, uneven of each family |"
-    )
-    for base, axis, block in kinds:
-        mine = [r for r in rows if (r["format"], r["axis"], r["block"]) == (base, axis, block or "row")]
-        size = sum(r["bytes_per_value"] for r in mine) / len(mine)
-        mean = math.exp(sum(math.log(r["error_bytes"]) for r in mine) / len(mine))
-        errors = " ".join(f"{r['output_error']:.1e}" for r in mine)
-        print(f"| {base} | {axis} | {block or 'row'} | {size:.3f} | {mean:.2e} | {errors} |")
+    print(tables.scales(rows))
     if args.out:
         header = {"device": "CPU, backend torch", "torch": torch.__version__, "tokens": args.tokens, "seeds": args.seeds}
         with open(args.out, "w") as file:

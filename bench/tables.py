@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,6 +151,29 @@ def materialize(rows: Sequence[Row]) -> str:
          f"{row['us']:.1f}", f"{row['bytes'] / 1e6:.1f}", f"{row['floor_us'] / row['us']:.2f}")
         for row in rows
     ])  # fmt: skip
+
+
+def helper(rows: Sequence[Row]) -> str:
+    """Per family, gates and dtype of the readout helper: errors of outputs and state, and the conventional recurrence's."""
+    columns = ("family", "gates", "u", "output", "output, conventional", "state", "state, conventional")
+    return table(columns, [
+        (row["family"], row["gates"], row["u"], f"{row['output']:.1e}", f"{row['output_conventional']:.1e}",
+         f"{row['state']:.2e}", f"{row['state_conventional']:.2e}")
+        for row in rows
+    ])  # fmt: skip
+
+
+def scales(rows: Sequence[Row]) -> str:
+    """Per format and values that share a scale: bytes a value, and errors of readouts of each family's even / uneven states."""
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    columns = ("format", "scale along", "values", "bytes a value", *families, "error x bytes, geometric mean")
+    lines = []
+    for (name, axis, block), of in group(rows, "format", "axis", "block").items():
+        size = sum(row["bytes_per_value"] for row in of) / len(of)
+        errors = (" / ".join(f"{row['output_error']:.1e}" for row in of if row["family"] == family) for family in families)
+        mean = math.exp(sum(math.log(row["error_bytes"]) for row in of) / len(of))
+        lines.append((name, axis, f"{block}", f"{size:.3f}", *errors, f"{mean:.2e}"))
+    return table(columns, lines)
 
 
 def position(row: Row) -> int:

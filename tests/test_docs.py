@@ -52,6 +52,13 @@ def test_tests_that_are_named_exist():
             assert f"def {name}(" in every[file] or not name, f"{page.name}: {file}::{name}"
 
 
+def test_architecture_lists_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for path in (ROOT / "core").iterdir():
+        if path.name[0] not in "._" and (path.is_dir() or path.suffix == ".py"):
+            assert f"`{path.name}{'/' * path.is_dir()}`" in text, path.name
+
+
 def test_workflows_run_targets_that_exist():
     yaml = pytest.importorskip("yaml")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

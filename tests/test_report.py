@@ -59,9 +59,9 @@ def every():
     }  # fmt: skip
 
 
-def test_advice_is_what_layouts_and_measured_errors_say():
+def test_precision_page_is_what_layouts_and_measured_errors_say():
     text = (DOCS / report.PRECISION).read_text()
-    assert report.BEGIN.format("advice") in text
+    assert all(report.BEGIN.format(name) in text for name in ("helper", "scales", "advice"))
     assert text == report.advise(text, results.load()), "run `replayssm report`"
     table = advice.advice([])
     assert "| fp32 | nvfp4 | 1.32 /" in table  # 1 + 0.594 / 4, and the ring's 0.17

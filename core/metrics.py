@@ -1,18 +1,20 @@
 """What states did, counted on the device and read on demand; as text in Prometheus' format.
 
-Nothing here waits for the device but ``Meter.read``. What is counted follows from plan rows and cursors alone: small launches
-once a step, whatever the layers, which go into a CUDA graph with it.
+Nothing here waits for the device but ``Meter.read``. What is counted follows from plan rows and cursors alone: three tiny
+launches a step, whatever the layers, which go into a CUDA graph with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import kernels
+from .checks import form
 from .cursor import PLAN, Plan, flush_rule, phase
 from .layout import Layout, Traffic
 from .state import ReplayState
@@ -44,6 +46,7 @@ class Counts:
     materialized_bytes: int
 
 
+AT = {name: i for i, name in enumerate(Counts.__dataclass_fields__)}
 HELP = {
     "steps": "Rows stepped, padding apart.",
     "tokens": "Tokens of stepped rows.",
@@ -78,13 +81,41 @@ class Meter:
 
     def __init__(self, layout: Layout, layers: int, device: torch.device | str) -> None:
         self.layout, self.layers = layout, layers
-        self.totals = torch.zeros(len(Counts.__dataclass_fields__), dtype=torch.int64, device=device)
+        self.totals = torch.zeros(len(AT), dtype=torch.int64, device=device)
+        self._ready: dict[object, kernels.prepared.Prepared] = {}
 
     def add(self, rows: Tensor, **columns: Tensor) -> None:
         """Add the columns [B], by their names in Counts, of those rows [B] bool that count."""
         none = torch.zeros_like(rows, dtype=torch.int64)
-        every = torch.stack([columns.get(name, none).to(torch.int64) for name in Counts.__dataclass_fields__])
+        every = torch.stack([columns.get(name, none).to(torch.int64) for name in AT])
         self.totals += torch.where(rows, every, 0).sum(1)
+
+    def plan(self, plan: Plan, backend: str) -> None:
+        """Count a plan: its steps, and the flushes that it made."""
+        if backend == "triton":
+            B = plan.rows.shape[0]
+            self._kept(B, lambda: kernels.count.plan(B, self.totals, AT, self.layout))(plan.rows)
+            return
+        row = _columns(plan)
+        count, t, flush = row["count"], row["t"], row["flush"]
+        due = flush_rule(0, count, t, self.layout.W, phase(row["slot"], row["flushes"], self.layout.phases))
+        found = {"live": (1 - flush) * count * (t > 0), "folded": flush * count}
+        self.add(row["slot"] >= 0, steps=t > 0, tokens=t, flushes=flush, forced=flush * ~due, **found)
+
+    def commit(self, plan: Plan, pending: Tensor, accepted: Tensor | None, backend: str) -> None:
+        """Count what a commit kept, where the plan was ``pending`` [S] before it."""
+        if backend == "triton":
+            key = B, _ = plan.rows.shape[0], form(accepted)
+            self._kept(key, lambda: kernels.count.commit(B, self.totals, AT))(plan.rows, pending, accepted)
+            return
+        row = _columns(plan)
+        live = (row["slot"] >= 0) & (pending[row["slot"].long().clamp(min=0)] == row["ticket"])
+        self.add(live, accepted=row["t"] if accepted is None else accepted)
+
+    def _kept(self, key: object, make: Callable[[], kernels.prepared.Prepared]) -> kernels.prepared.Prepared:
+        if key not in self._ready:
+            self._ready[key] = make()
+        return self._ready[key]
 
     def read(self) -> Counts:
         """The totals so far; waits for the device."""
@@ -123,19 +154,14 @@ class Counted(ReplayState):
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """As of ReplayState: flushes happen here."""
         plan = super().plan(*args, **kwargs)
-        row = _columns(plan)
-        count, t, flush = row["count"], row["t"], row["flush"]
-        due = flush_rule(0, count, t, self.layout.W, phase(row["slot"], row["flushes"], self.layout.phases))
-        found = {"live": (1 - flush) * count * (t > 0), "folded": flush * count}
-        self.meter.add(row["slot"] >= 0, steps=t > 0, tokens=t, flushes=flush, forced=flush * ~due, **found)
+        self.meter.plan(plan, self.backend)
         return plan
 
     def commit(self, plan: Plan, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """As of ReplayState: again counts nothing."""
-        row = _columns(plan)
-        pending = self.cursors.pending[row["slot"].long().clamp(min=0)] == row["ticket"]
+        pending = self.cursors.pending.clone()
         super().commit(plan, accepted, path)
-        self.meter.add((row["slot"] >= 0) & pending, accepted=row["t"] if accepted is None else accepted)
+        self.meter.commit(plan, pending, accepted, self.backend)
 
     def fold(self, slots: Tensor) -> None:
         """As of ReplayState."""

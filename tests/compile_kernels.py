@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, __file__.rsplit("/", 2)[0])
 
-from replayssm import Buffers, Conv, ahead, conventional, cursor, kernels, ops
+from replayssm import Buffers, Conv, ahead, conventional, cursor, kernels, metrics, ops
 from replayssm.layout import Inputs, Weights
 from tests import cases
 
@@ -28,8 +28,8 @@ def target_of(name: str) -> GPUTarget:
 
 
 def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
-    """Every launch of a decode, a verify and a conventional step, a commit, flush, materialize, load and convolution of this
-    case."""
+    """Every launch of a decode, a verify and a conventional step, a commit, flush, materialize, load, convolution and counts of
+    this case."""
     layout = case.layout(conv=Conv(64), **kwargs)
     generator = torch.Generator().manual_seed(0)
     w = Weights(**cases.weights(layout, generator))
@@ -41,6 +41,7 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
     A = torch.zeros(2, layout.H) if layout.recurrence.decay == "derived" else None
     out = torch.empty(2, layout.H, layout.V, dtype=layout.act)
     states = torch.zeros(2, 2, layout.H, layout.V, layout.K)
+    totals = torch.zeros(len(metrics.AT), dtype=torch.int64)
     lines, taps = torch.zeros(2, 64, dtype=layout.act), torch.zeros(64, 4)
     parents, tree = torch.zeros(2, layout.T_max, dtype=torch.int32), torch.zeros(2, 2, layout.T_max, dtype=torch.int32)
 
@@ -56,6 +57,8 @@ def launches(case: cases.Case, **kwargs) -> list[ahead.Launch]:
         ops.compact(2, buffers, cursors.pending, *end)(rows, parents, slots)
         for accepted in (None, slots):
             ops.commit(2, cursors, "triton")(rows, accepted)
+            kernels.count.commit(2, totals, metrics.AT)(rows, cursors.pending, accepted)
+        kernels.count.plan(2, totals, metrics.AT, layout)(rows)
         ops.flush(2, buffers, A, *end)(rows)
         ops.materialize(slots, slots, buffers, cursors, A, states, slots, *end)
         ops.load(states, buffers, cursors.key, slots, 0, *end)

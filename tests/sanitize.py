@@ -13,7 +13,7 @@ from replayssm import Layout, kernels
 from replayssm.soak import Engine, Setup, walk
 
 SPLIT = {"gdn": {"state": "fp16+sr", "read": "int8"}, "mamba2": {"act": torch.bfloat16}}
-KERNELS = ("plan", "commit", "compact", "decode", "verify", "materialize", "conv")
+KERNELS = ("plan", "commit", "compact", "decode", "verify", "materialize", "conv", "count_plan", "count_commit")
 
 
 def main(device: str = "cuda", steps: str = "60") -> int:

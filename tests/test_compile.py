@@ -14,6 +14,8 @@ KERNELS = {
     "_plan_kernel",
     "_commit_kernel",
     "_compact_kernel",
+    "_count_plan_kernel",
+    "_count_commit_kernel",
     "_decode_kernel",
     "_verify_kernel",
     "_materialize_kernel",

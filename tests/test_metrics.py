@@ -7,8 +7,8 @@ import torch
 
 from replayssm.metrics import Counted, Meter, prometheus
 from tests import harness
-from tests.cases import FAMILY, inputs
-from tests.harness import DEVICE
+from tests.cases import FAMILY
+from tests.harness import BACKENDS, DEVICE
 
 
 class Requests(harness.Requests):
@@ -24,13 +24,12 @@ class Speculation(harness.Speculation):
 
 
 def counted(run: Requests, steps: list[tuple[list[int], list[int]]]) -> dict[str, int]:
-    """Plain sums over steps of (slots, force), which run here."""
+    """Plain sums over steps of (slots, force), which are planned and committed here; what layers compute is not counted."""
     expected = dict.fromkeys(("steps", "flushes", "forced", "live", "folded"), 0)
     for slots, force in steps:
         before = run.state.cursors.count.tolist()
         plan = run.state.plan(run.tensor(slots), force=run.tensor(force))
         flush = plan.rows[:, 4].tolist()
-        run.state.step(0, plan, **{n: x.to(DEVICE) for n, x in run.draw(slots).items()}, **run.step_weights)
         run.state.commit(plan)
         run.state.commit(plan)  # again changes nothing
         for slot, forced, folds in zip(slots, force, flush, strict=True):
@@ -43,9 +42,10 @@ def counted(run: Requests, steps: list[tuple[list[int], list[int]]]) -> dict[str
     return expected
 
 
-def test_counts():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counts(backend):
     """Plain steps, some flushes forced, some due and forced, padding; states materialized, all or some records; a fold."""
-    run = Requests(FAMILY["gdn"].layout(W=3, stagger=False), [0, 2], "torch")
+    run = Requests(FAMILY["gdn"].layout(W=3, stagger=False), [0, 2], backend)
     force = [[0, 0, 0], [0, 0, 1], [1, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     expected, meter = counted(run, [([0, -1, 2], one) for one in force]), run.state.meter
     assert expected["flushes"] > expected["forced"] > 0 and expected["live"] and expected["folded"]
@@ -64,12 +64,11 @@ def test_counts():
     assert found == asdict(before) | expected
 
 
-def test_accepted_tokens():
-    run = Speculation(FAMILY["gdn"], "torch", [0, 1], W=4, T=3)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accepted_tokens(backend):
+    run = Speculation(FAMILY["gdn"], backend, [0, 1], W=4, T=3)
     for t, kept in (([3, 2], [1, 2]), ([0, 3], [0, 0]), ([1, 1], [1, 0])):
-        x = {name: one.to(DEVICE) for name, one in inputs(run.layout, 9, run.generator).items()}
         plan = run.state.plan(run.tensor([1, 0, -1]), t=run.tensor([*t, 2]))
-        run.state.step(0, plan, **x, **run.weights)
         run.state.commit(plan, run.tensor([*kept, 0]))
     found = run.state.meter.read()
     assert (found.steps, found.tokens, found.accepted) == (5, 10, 4)

@@ -89,7 +89,7 @@ def enable(
             checkpoint. What rounds stochastically is keyed by the row.
         debug: check cursors and the order of calls at the price of device reads; None reads REPLAYSSM_DEBUG.
         draft_tokens: most drafts of one forward in assisted generation, below the window. 0: transformers refuses it.
-        metrics: count flushes, tokens and bytes on the device, for ``Enabled.metrics``: a few small launches a step.
+        metrics: count flushes, tokens and bytes on the device, for ``Enabled.metrics``: three tiny launches a step on a GPU.
 
     Returns:
         What was enabled; a context manager that disables at its end.

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from replayssm import Layout, kernels
+from replayssm.metrics import Counted
 from replayssm.soak import Engine, Setup, walk
 
 SPLIT = {"gdn": {"state": "fp16+sr", "read": "int8"}, "mamba2": {"act": torch.bfloat16}}
@@ -32,6 +33,8 @@ def main(device: str = "cuda", steps: str = "60") -> int:
         )
         setup = Setup(layout, 2, 4, 12, tokens=12, backend="triton", device=device, debug=False)
         wrong += walk(Engine(setup, seed=1), int(steps)).mismatches
+    counted = Counted(layout, 1, 4, device, "triton")
+    counted.commit(counted.plan(torch.tensor([2, -1, 0, 3], device=device)))
     absent = [name for name in KERNELS if f"_{name}_kernel" not in launched]
     print(f"{wrong} mismatches; kernels: {', '.join(sorted(launched))}; never launched: {', '.join(absent) or 'none'}")
     return 1 if wrong or absent else 0

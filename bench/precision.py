@@ -41,7 +41,7 @@ class Precision:
             found += [Precision(state, read or None, helper) for helper in u or (None,)]
         return found
 
-    def layout(self, model: Model, W: int) -> Layout:
+    def layout(self, model: Model, W: int, T_max: int = 1) -> Layout:
         """One of the model's layers in these formats; only the delta rule has a helper."""
         helper = U[self.u] if self.u and model.recurrence.delta else None
-        return model.layout(W=W, state=self.state, read=self.read, u=helper)
+        return model.layout(W=W, T_max=T_max, state=self.state, read=self.read, u=helper)

@@ -14,7 +14,7 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from . import formats
+from . import formats, launch, records
 from .layout import Layout
 from .recurrence import GDN, KDA, KDA_SAFE, MAMBA2, Recurrence
 from .reference import Ring
@@ -131,6 +131,7 @@ def machine() -> dict[str, str]:
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
         found[f"gpu {i}"] = f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB"
+        found[f"launches, gpu {i}"] = launches(about.name)
     if torch.cuda.is_available():
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
@@ -140,6 +141,19 @@ def machine() -> dict[str, str]:
     else:
         found["gpu"] = "none that torch can use: states run with backend torch"
     return found
+
+
+def launches(device: str) -> str:
+    """Whether the launches of a GPU's kernels were measured on it, and where its user's records are."""
+    rule = f"by rules measured on {', '.join(launch.MEASURED_ON)}"
+    if device not in launch.MEASURED_ON:
+        rule += ", not measured on this one: `replayssm tune` does that"
+    file = records.path()
+    try:
+        own = [record for record in records.read(file) if record.device == device]
+    except ValueError as wrong:
+        return str(wrong)
+    return f"{rule}; {len(own)} records of its own in {file}" if own else rule
 
 
 def supported() -> dict[str, Requirement]:

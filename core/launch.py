@@ -1,30 +1,53 @@
-"""Launch records: block sizes, warps, stages and splits per operation and layer, with the device they were measured on."""
+"""How kernels are launched: block sizes, warps, stages and splits per operation and layer.
+
+By rules, with the device they were measured on; decode and verify by the user's own records first (``records``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
 
+from . import records
 from .layout import Layout
+from .records import Launch
+
+MEASURED_ON = ("NVIDIA H200",)
+_trial: dict[str, Launch] = {}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How one kernel is launched.
+@contextmanager
+def trial(op: str, launch: Launch) -> Iterator[None]:
+    """Within, every launch of the operation is this one: how `replayssm tune` measures a candidate."""
+    _trial[op] = launch
+    try:
+        yield
+    finally:
+        del _trial[op]
 
-    Attributes:
-        BLOCK_V, BLOCK_K: the state tile a program holds at once; BLOCK_K is the chunk of K.
-        warps, stages: Triton's num_warps and software pipeline depth.
-        SPLIT: programs that share one head's V.
-    """
 
-    BLOCK_V: int
-    BLOCK_K: int
-    warps: int = 1
-    stages: int = 3
-    SPLIT: int = 1
+def decode(layout: Layout, B: int) -> Launch:
+    """The launch of a decode step of B rows: the user's record, or the rule."""
+    return _trial.get("decode") or _recorded("decode", layout, B) or decode_rule(layout, B)
+
+
+def verify(layout: Layout, B: int) -> Launch:
+    """The launch of a step of more than one token per row: the user's record, or the rule."""
+    return _trial.get("verify") or _recorded("verify", layout, B) or verify_rule(layout, B)
+
+
+def forget() -> None:
+    """Records are read again when a launch is next asked for."""
+    records.forget()
+    _recorded.cache_clear()
+
+
+@lru_cache(maxsize=1024)
+def _recorded(op: str, layout: Layout, B: int) -> Launch | None:
+    return records.find(op, layout, B)
 
 
 def dot_precision() -> str:
@@ -49,8 +72,8 @@ def _split(tiles: int, heads: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def decode(layout: Layout, B: int) -> Launch:
-    """The launch of a decode step of B rows.
+def decode_rule(layout: Layout, B: int) -> Launch:
+    """A decode step of B rows.
 
     Measured on one H200 (bench/results/h200/decode.json); other devices and batches follow the rule unmeasured. Chunks of K
     of 32 leave a row's sums to 8 threads: a third of the shuffles of 128. Tried there and not faster at batch 256: tiles of
@@ -86,8 +109,8 @@ def conventional(layout: Layout) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def verify(layout: Layout, B: int) -> Launch:
-    """The launch of a step of more than one token per row; measured on one H200, batch 256 (bench/results/h200/verify.json)."""
+def verify_rule(layout: Layout, B: int) -> Launch:
+    """A step of more than one token per row; measured on one H200, batch 256 (bench/results/h200/verify.json)."""
     row = layout.recurrence
     if row.per_channel and layout.V % 32 == 0:
         return Launch(32, _chunk(layout, 32), warps=2, SPLIT=_split(layout.V // 32, B * layout.H))

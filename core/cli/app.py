@@ -20,6 +20,7 @@ from .patch import patch
 from .plan import plan
 from .refuse import PRESETS, refuse, with_transformers
 from .soak import soak
+from .tune import tune
 
 app = typer.Typer(
     help="Decode recurrent layers from a checkpoint and a ring of recent inputs.",
@@ -36,6 +37,7 @@ app.command()(drift)
 app.command()(soak)
 app.command()(parity)
 app.command()(patch)
+app.command()(tune)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 
 import pytest
@@ -124,6 +125,13 @@ def test_anchor_of_another_shape(anchor, change, says):
         Edit("m.py", anchor, "", change)(cst.parse_module(SOURCE.replace("choices=", "options=")))
 
 
+def test_fields_come_behind_fields():
+    changed = Edit("m.py", "Cache", "", fields("y: int = 2"))(
+        cst.parse_module(SOURCE + "    x: int = 1\n\n    def z(self): ...\n")
+    )
+    assert changed.code.endswith("    x: int = 1\n    y: int = 2\n\n    def z(self): ...\n")
+
+
 # ---- whole patches -----------------------------------------------------------------------------------------------------
 
 RECIPE = Recipe(
@@ -181,6 +189,22 @@ def test_missing_anchor_names_file_and_version(checkout):
     file.unlink()
     with pytest.raises(LookupError, match=r"m.py: anchor Options.backend: no such file \(engine v7\)"):
         make(locate(checkout, RECIPE), RECIPE)
+
+
+def test_an_edit_of_another_version(checkout):
+    """Where a file is not there, the edit of the version that has none; without one, that it is not needed is told."""
+    here = Edit("m.py", "KINDS", "kinds", entry("ours", "our.Pool"))
+    moved = dataclasses.replace(here, file="kinds/m.py", anchor="Kinds", otherwise=here)
+    gone = dataclasses.replace(here, file="gone.py", optional=True)
+    recipe = dataclasses.replace(RECIPE, edits=(moved, gone), files={}, beside={}, sections=())
+    patch = make(locate(checkout, recipe), recipe)
+    assert set(patch.files) == {"python/engine/m.py"}
+    assert [(step.file, step.done) for step in patch.steps] == [
+        ("python/engine/m.py", "changed"), ("python/engine/gone.py", "not in this version")
+    ]  # fmt: skip
+    with pytest.raises(LookupError, match="kinds/m.py: anchor Kinds: no such file"):
+        edits = (dataclasses.replace(moved, otherwise=None),)
+        make(locate(checkout, recipe), dataclasses.replace(recipe, edits=edits))
 
 
 def test_no_engine_there(tmp_path):

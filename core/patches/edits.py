@@ -26,6 +26,8 @@ class Edit:
         what: a sentence for the report.
         change: the anchor's node to its new one, or to the same where nothing is to do; raises Missing.
         imports: ``from module import name`` lines that the change needs.
+        otherwise: the edit in its stead where the file is not there, as in another version of the engine.
+        optional: whether a version without the file needs no edit.
     """
 
     file: str
@@ -33,6 +35,8 @@ class Edit:
     what: str
     change: Callable[[Any], Any]
     imports: tuple[str, ...] = ()
+    otherwise: Edit | None = None
+    optional: bool = False
 
     def __call__(self, tree: cst.Module) -> cst.Module:
         """The module with the change; Missing without exactly one anchor."""
@@ -93,13 +97,15 @@ def _expect(node: cst.CSTNode | None, *kinds: type[cst.CSTNode]) -> None:
 
 
 def fields(text: str) -> Callable[[cst.ClassDef], cst.ClassDef]:
-    """Add the text's assignments at the end of a class, those whose names it does not have."""
+    """Add the text's assignments behind the last one of a class, those whose names it does not have."""
 
     def change(node: cst.ClassDef) -> cst.ClassDef:
         _expect(node, cst.ClassDef)
-        has = {_name(small) for line in node.body.body if isinstance(line, cst.SimpleStatementLine) for small in line.body}
+        old = list(node.body.body)
+        has = {_name(one.body[0]): i for i, one in enumerate(old) if isinstance(one, cst.SimpleStatementLine)}
         new = [one for one in _statements(text) if _name(one.body[0]) not in has]
-        return node.with_deep_changes(node.body, body=[*node.body.body, *new]) if new else node
+        at = 1 + max((i for name, i in has.items() if name), default=len(old) - 1)
+        return node.with_deep_changes(node.body, body=[*old[:at], *new, *old[at:]]) if new else node
 
     return change
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import subprocess
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the report: what is done in a file, or was found done, or has no place here."""
+    """One line of the report: what is done in a file, or was found done, or has no place here or in this version."""
 
     file: str
     what: str
@@ -112,52 +113,69 @@ def _described(root: Path) -> str:
 
 def make(source: Source, recipe: Recipe) -> Patch:
     """The recipe's changes to the source; LookupError names an anchor that is missing, its file and the version."""
-    new: dict[str, str] = {}
-    old: dict[str, str | None] = {}
-    trees: dict[str, cst.Module] = {}
-    steps: list[Step] = []
-
-    def put(file: str, text: str, what: str) -> None:
-        done = "already there" if text == new[file] else "changed" if old[file] is not None else "added"
-        new[file] = text
-        steps.append(Step(file, what, done))
-
-    def read(file: str) -> str | None:
-        if file not in new:
-            path = source.root / file
-            old[file] = path.read_bytes().decode() if path.is_file() else None
-            new[file] = old[file] or ""
-        return old[file]
-
-    def missing(file: str, what: str) -> LookupError:
-        return LookupError(f"{file}: {what} ({recipe.distribution} {source.version})")
-
+    work = _Work(source, recipe.distribution)
     for edit in recipe.edits:
-        file = f"{source.package}/{edit.file}"
-        if read(file) is None:
-            raise missing(file, f"anchor {edit.anchor}: no such file")
-        try:
-            trees[file] = edit(trees[file] if file in trees else cst.parse_module(new[file]))
-            put(file, trees[file].code, edit.what)
-        except Missing as error:
-            raise missing(file, f"anchor {error}") from None
+        work.edit(edit)
     added = {f"{source.package}/{name}": text for name, text in recipe.files.items()}
     for file, text in (added | dict(recipe.beside if source.checkout else {})).items():
-        read(file)
-        put(file, text, re.split(r"\n|(?<=\.) ", text.strip('"'))[0])
+        work.put(file, text, re.split(r"\n|(?<=\.) ", text.strip('"'))[0])
     for section in recipe.sections if source.checkout else ():
-        if read(section.file) is None:
-            raise missing(section.file, f"anchor of the section {section.heading!r}: no such file")
-        there = section.heading in new[section.file].splitlines()
-        put(section.file, new[section.file] if there else f"{new[section.file].rstrip()}\n\n{section.text}", section.what)
-    if not source.checkout:
-        left_out = [*recipe.beside, *(section.file for section in recipe.sections)]
-        steps += [Step(file, "has its place in a checkout alone", "left out") for file in left_out]
-    for file, text in new.items():
+        work.extend(section)
+    left_out = () if source.checkout else (*recipe.beside, *(section.file for section in recipe.sections))
+    work.steps += [Step(file, "has its place in a checkout alone", "left out") for file in left_out]
+    changed = {file: text for file, text in sorted(work.new.items()) if text != work.old(file)}
+    for file, text in changed.items():
         if file.endswith(".py"):
             compile(text, file, "exec", dont_inherit=True)
-    changed = {file: text for file, text in sorted(new.items()) if text != old[file]}
-    return Patch(changed, "".join(_diff(file, old[file], text) for file, text in changed.items()), tuple(steps))
+    return Patch(changed, "".join(_diff(file, work.old(file), text) for file, text in changed.items()), tuple(work.steps))
+
+
+class _Work:
+    """The files so far, and what was done in them."""
+
+    def __init__(self, source: Source, distribution: str) -> None:
+        self.source, self.engine = source, f"{distribution} {source.version}"
+        self.new: dict[str, str] = {}
+        self.trees: dict[str, cst.Module] = {}
+        self.steps: list[Step] = []
+        self.old = functools.cache(self._read)
+
+    def _read(self, file: str) -> str | None:
+        path = self.source.root / file
+        return path.read_bytes().decode() if path.is_file() else None
+
+    def put(self, file: str, text: str, what: str) -> None:
+        there = self.new.get(file, self.old(file))
+        done = "already there" if text == there else "changed" if self.old(file) is not None else "added"
+        self.new[file] = text
+        self.steps.append(Step(file, what, done))
+
+    def edit(self, edit: Edit) -> None:
+        """The edit, or the one of a version that has no such file."""
+        file = f"{self.source.package}/{edit.file}"
+        text = self.old(file)
+        if text is None and edit.otherwise is not None:
+            self.edit(edit.otherwise)
+        elif text is None and edit.optional:
+            self.steps.append(Step(file, edit.what, "not in this version"))
+        elif text is None:
+            raise self._missing(file, f"anchor {edit.anchor}: no such file")
+        else:
+            try:
+                self.trees[file] = edit(self.trees[file] if file in self.trees else cst.parse_module(text))
+            except Missing as error:
+                raise self._missing(file, f"anchor {error}") from None
+            self.put(file, self.trees[file].code, edit.what)
+
+    def extend(self, section: Section) -> None:
+        text = self.old(section.file)
+        if text is None:
+            raise self._missing(section.file, f"anchor of the section {section.heading!r}: no such file")
+        there = section.heading in text.splitlines()
+        self.put(section.file, text if there else f"{text.rstrip()}\n\n{section.text}", section.what)
+
+    def _missing(self, file: str, what: str) -> LookupError:
+        return LookupError(f"{file}: {what} ({self.engine})")
 
 
 def _diff(file: str, old: str | None, new: str) -> str:

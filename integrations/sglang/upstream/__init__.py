@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import resources
+from typing import Any
 
 from ....patches.edits import Edit, choice, decorated, entry, fields, statement
 from ....patches.recipe import Recipe, Section
@@ -11,6 +13,8 @@ from ....patches.recipe import Recipe, Section
 MODULE = "sglang.srt.layers.attention.linear.replayssm"
 IMPORT = f"from {MODULE.rpartition('.')[0]} import replayssm"
 ARGUMENTS = "srt/arg_groups/fields/exec_.py"
+ALL_ARGUMENTS = "srt/server_args.py"
+COMPONENTS = "srt/mem_cache/unified_cache/components"
 
 MESSAGE = """Add ReplaySSM decode backends for GDN, KDA and Mamba-2 layers
 
@@ -67,8 +71,8 @@ python -m sglang.launch_server --model-path Qwen/Qwen3-Next-80B-A3B-Instruct --l
 """
 
 
-def _around(file: str, anchor: str, hook: str, what: str) -> Edit:
-    return Edit(file, anchor, what, decorated(f'replayssm.around("{hook}")'), (IMPORT,))
+def _around(file: str, anchor: str, hook: str, what: str, **options: Any) -> Edit:
+    return Edit(file, anchor, what, decorated(f'replayssm.around("{hook}")'), (IMPORT,), **options)
 
 
 def _become(file: str, backend: str) -> Edit:
@@ -81,13 +85,32 @@ KDA = "srt/layers/attention/linear/kda_backend.py"
 HYBRID = "srt/layers/attention/hybrid_linear_attn_backend.py"
 DISPATCH = "an own decode backend is no error: ReplaySSM's kernel takes the place of Triton's"
 
+VALIDATED = "the options are validated where the Mamba backend's are"
+DONATED = "a request's ring is folded before the prefix cache takes its slot"
+
+
+def _argument(anchor: str, what: str, change: Callable[[Any], Any], earlier: Callable[[Any], Any]) -> Edit:
+    """Of a group of server arguments; to 0.5.19 all of them are fields of one class."""
+    of_all = f"ServerArgs.{anchor}".rstrip(".")
+    return Edit(
+        ARGUMENTS, f"ExecMamba.{anchor}".rstrip("."), what, change, otherwise=Edit(ALL_ARGUMENTS, of_all, what, earlier)
+    )
+
+
 EDITS = (
-    Edit(ARGUMENTS, "ExecMamba.mamba_backend", "--mamba-backend replayssm", choice("replayssm")),
-    Edit(ARGUMENTS, "ExecMamba.linear_attn_decode_backend", "--linear-attn-decode-backend replayssm", choice("replayssm")),
-    Edit(ARGUMENTS, "ExecMamba", "options --replayssm-window, -checkpoint, -read, -u", fields(OPTIONS)),
+    _argument("mamba_backend", "--mamba-backend replayssm", *[choice("replayssm")] * 2),
+    _argument("linear_attn_decode_backend", "--linear-attn-decode-backend replayssm", *[choice("replayssm")] * 2),
+    _argument(
+        "", "options --replayssm-window, -checkpoint, -read, -u",
+        fields(OPTIONS), fields(OPTIONS.replace("\n] = None", '\n    NS("exec.mamba"),\n] = None')),
+    ),
     Edit(
-        "srt/arg_groups/mamba_hook.py", "handle_mamba_backend", "the options are validated where the Mamba backend's are",
+        "srt/arg_groups/mamba_hook.py", "handle_mamba_backend", VALIDATED,
         statement("replayssm.resolve(server_args)", first=True), (IMPORT,),
+        otherwise=Edit(  # to 0.5.18
+            ALL_ARGUMENTS, "ServerArgs._handle_mamba_backend", VALIDATED,
+            statement("replayssm.resolve(self)", first=True), (IMPORT,),
+        ),
     ),
     Edit(
         "kernels/ops/mamba/triton_ops/ssu_dispatch.py", "_BACKEND_REGISTRY", "Mamba-2's state update by name",
@@ -115,8 +138,11 @@ EDITS = (
         "the pool has rings beside its states",
     ),
     _around(
-        "srt/mem_cache/unified_cache/components/mamba.py", "MambaComponent.prepare_for_caching_req", "donate",
-        "a request's ring is folded before the prefix cache takes its slot",
+        f"{COMPONENTS}/mamba.py", "MambaComponent.prepare_for_caching_req", "donate", DONATED,
+        otherwise=_around(f"{COMPONENTS}/mamba_component.py", "MambaComponent.prepare_for_caching_req", "donate", DONATED),
+    ),
+    _around(  # to 0.5.20
+        "srt/mem_cache/mamba_radix_cache.py", "MambaRadixCache.cache_finished_req", "donate", DONATED, optional=True,
     ),
     Edit(
         "srt/observability/metrics_collector.py", "SchedulerMetricsCollector.log_stats",

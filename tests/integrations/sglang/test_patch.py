@@ -12,20 +12,23 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sglang")
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs SGLang", allow_module_level=True)
 pytest.importorskip("libcst")
 pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
 from replayssm.cli.app import app
-from replayssm.integrations.sglang.upstream import ARGUMENTS, DOCS, EDITS, MODULE, recipe
+from replayssm.integrations.sglang.upstream import DOCS, EDITS, MODULE, recipe
 
 ROOT = Path(__file__).parents[3]
 INSTALLED = Path(importlib.util.find_spec("sglang").origin).parent
 PAGE = recipe("depend").sections[0].file
-TOUCHED = sorted({edit.file for edit in EDITS})
-pytestmark = pytest.mark.skipif(not (INSTALLED / ARGUMENTS).is_file(), reason="the recipe is for SGLang 0.5.23")
+EVERY = [*EDITS, *(edit.otherwise for edit in EDITS if edit.otherwise)]
+THERE = [edit for edit in EDITS if (INSTALLED / edit.file).is_file()]
+THERE += [edit.otherwise for edit in EDITS if edit.otherwise and edit not in THERE]
+TOUCHED = sorted({edit.file for edit in THERE})
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +81,18 @@ def test_commit(patched):
 
 def test_documentation_lists_every_file():
     text = (ROOT / "docs" / "patches.md").read_text()
-    assert all(f"`{file}`" in text for file in (*TOUCHED, *recipe("depend").files, PAGE))
+    assert all(f"`{file}`" in text for file in (*(edit.file for edit in EVERY), *recipe("depend").files, PAGE))
 
 
 def test_twice_changes_nothing(patched):
     done = patch(patched)
     assert done.exit_code == 0 and done.stdout == ""
-    assert done.stderr.count(": already there: ") == len(EDITS) + 3 and ": changed: " not in done.stderr
+    assert done.stderr.count(": already there: ") == len(THERE) + 3 and ": changed: " not in done.stderr
 
 
 def test_check_prints_no_patch(original):
     done = patch(original, "--check")
-    assert done.exit_code == 0 and done.stdout == "" and done.stderr.count(": changed: ") == len(EDITS) + 1
+    assert done.exit_code == 0 and done.stdout == "" and done.stderr.count(": changed: ") == len(THERE) + 1
 
 
 def test_json(original):
@@ -183,21 +186,55 @@ for wrong, says in (
 """
 
 
-@pytest.mark.slow
-def test_patched_package_works_without_plugin(patched, tmp_path):
-    """All modules that were touched are imported from the patched package, and the test that it brings passes."""
-    package = tmp_path / "sglang"
+@pytest.fixture(scope="module")
+def package(patched, tmp_path_factory):
+    """The installed package with the patched files in the place of its own; what Python is told to prefer it."""
+    package = tmp_path_factory.mktemp("package") / "sglang"
     shutil.copytree(INSTALLED, package, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
-    source = patched / "python"
     for file in git(patched, "diff", "--name-only", "HEAD~").split():
         if file.startswith("python/"):
             to = package.parent / Path(file).relative_to("python")
             to.unlink(missing_ok=True)
-            shutil.copy(source.parent / file, to)
+            shutil.copy(patched / file, to)
+    return package
+
+
+def without_plugin(package, script, *args):
+    """Runs the script with the patched package and no plugin."""
+    search = os.pathsep.join(filter(None, (str(package.parent), str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": search, "SGLANG_PLUGINS": "none", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", script, str(package), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=package.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_patched_package_works_without_plugin(patched, package):
+    """All modules that were touched are imported from the patched package, and the test that it brings passes."""
     names = [f"sglang.{file.removesuffix('.py').replace('/', '.')}" for file in TOUCHED]
     (test,) = recipe("depend").beside
-    search = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": search, "SGLANG_PLUGINS": "none", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", WORKS, str(package), str(patched / test), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    without_plugin(package, WORKS, patched / test, *names)
+
+
+SERVES = """
+import importlib.util, pathlib, sys
+assert importlib.util.find_spec("sglang").origin.startswith(sys.argv[1])
+from tests.integrations.sglang.serving import serve
+from tests.integrations.sglang.test_parity import OURS, WINDOW
+from tests.integrations.sglang.test_stock import FEW_SLOTS, REQUESTS, expected
+
+for folder in map(pathlib.Path, sys.argv[3:]):
+    preset = folder.name.rstrip("0123456789")
+    ours, seen = serve(folder, REQUESTS, *FEW_SLOTS, *OURS[preset], *WINDOW)
+    assert [answer.tokens for answer in ours] == expected(preset), preset
+    assert seen[0].folds >= 4, preset
+    if preset == sys.argv[2]:
+        off, seen = serve(folder, REQUESTS, *FEW_SLOTS)
+        assert [answer.tokens for answer in off] == expected(preset) and not seen[0].folds, preset
+"""
+
+
+@pytest.mark.slow
+def test_patched_package_serves_without_plugin(package, models):
+    """SGLang's scheduler and model runner in the patched package: tokens as SGLang's own, with the backend chosen or not."""
+    without_plugin(package, SERVES, "nemotron-h", *models.values())

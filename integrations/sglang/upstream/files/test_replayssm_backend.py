@@ -23,12 +23,8 @@ def _args(**given):
 
 
 def _exec(**given):
-    context = SimpleNamespace(is_config_namespace_published=lambda name: True)
-    return patch.multiple(
-        replayssm,
-        get_context=lambda: context,
-        get_exec=lambda: SimpleNamespace(mamba=_args(**given)),
-    )
+    namespace = SimpleNamespace(mamba=_args(**given))
+    return patch.object(replayssm, "get_exec", lambda: namespace)
 
 
 class TestReplaySSMArguments(CustomTestCase):
@@ -77,8 +73,8 @@ class TestReplaySSMHooks(CustomTestCase):
 
     def test_without_a_configuration_calls_the_function_alone(self):
         hooked = replayssm.around("size")(lambda memory: memory)
-        context = SimpleNamespace(is_config_namespace_published=lambda name: False)
-        with patch.object(replayssm, "get_context", lambda: context):
+        unpublished = ValueError("config namespace 'exec' not published")
+        with patch.object(replayssm, "get_exec", side_effect=unpublished):
             self.assertEqual(hooked(3.0), 3.0)
 
     def test_on_calls_the_hook_with_the_function(self):

@@ -44,7 +44,7 @@ def test_links_of_the_repository(page):
 
 def test_tests_that_are_named_exist():
     every: dict[str, str] = {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
+    for path in (*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "integrations").rglob("test_*.py")):
         every[path.name] = every.get(path.name, "") + path.read_text()
     for page in PAGES:
         for file, _, name in re.findall(r"\b(test_\w+\.py)(::(test_\w+))?", page.read_text()):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
+from pathlib import Path
 
 import pytest
 
 cst = pytest.importorskip("libcst")
+pytest.importorskip("typer")
 
+from replayssm.cli.patch import ENGINES
+from replayssm.patches.dispatch import dispatched
 from replayssm.patches.edits import Edit, Missing, choice, decorated, entry, fields, statement
 from replayssm.patches.recipe import Recipe, Section, locate, mail, make
 
+DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = '''"""A module."""
 
 import logging
@@ -132,10 +138,141 @@ def test_fields_come_behind_fields():
     assert changed.code.endswith("    x: int = 1\n    y: int = 2\n\n    def z(self): ...\n")
 
 
+# ---- a call handed on --------------------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "an argument that is new": (
+        '''@api
+def f(a, b=1):
+    """Sum.
+
+    Parameters
+    ----------
+    a : int
+        One.
+
+    Returns
+    -------
+    int
+    """
+    return a + b
+''',
+        '''@api
+def f(a, b=1, backend: str = "auto"):
+    """Sum.
+
+    Parameters
+    ----------
+    a : int
+        One.
+    backend : str
+        Backend to use: "auto" or "ours".
+        ``"ours"`` is ours.
+
+    Returns
+    -------
+    int
+    """
+    if backend == "ours":
+        return our.f(
+            a=a,
+            b=b,
+        )
+    if backend != "auto":
+        raise ValueError(f"Unknown backend: {backend}")
+    return a + b
+''',
+    ),
+    "of more values": (
+        '''def f(
+    a,
+    *,
+    backend: Literal["x", "y"] = "x",
+    b,
+):
+    """Sum.
+
+    Args:
+        backend: which
+            one.
+        b: two.
+    """
+    return a + b
+''',
+        '''def f(
+    a,
+    *,
+    backend: Literal["x", "y", "ours"] = "x",
+    b,
+):
+    """Sum.
+
+    Args:
+        backend: which
+            one.
+            ``"ours"`` is ours.
+        b: two.
+    """
+    if backend == "ours":
+        return our.f(
+            a=a,
+            b=b,
+        )
+    return a + b
+''',
+    ),
+    "by keyword": (
+        '''def f(
+    a,
+    *,
+    b,
+):
+    """Sum.
+    """
+    return a + b
+''',
+        '''def f(
+    a,
+    *,
+    b,
+    backend: str = "auto",
+):
+    """Sum.
+
+    ``"ours"`` is ours.
+    """
+    if backend == "ours":
+        return our.f(
+            a=a,
+            b=b,
+        )
+    if backend != "auto":
+        raise ValueError(f"Unknown backend: {backend}")
+    return a + b
+''',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dispatched(name):
+    old, new = FUNCTIONS[name]
+    edit = Edit("m.py", "f", "", dispatched("ours", "our.f", ["a", "b"], ("is ours.",)))
+    changed = edit(cst.parse_module(old))
+    assert changed.code == new
+    assert edit(changed).code == new
+
+
+def test_dispatched_knows_every_parameter():
+    old, _ = FUNCTIONS["by keyword"]
+    with pytest.raises(Missing, match="f: expected the parameters a, got b too"):
+        Edit("m.py", "f", "", dispatched("ours", "our.f", ["a"], ("is ours.",)))(cst.parse_module(old))
+
+
 # ---- whole patches -----------------------------------------------------------------------------------------------------
 
 RECIPE = Recipe(
-    package="engine", distribution="engine", home="python", message="Add ours\n\nWhy.\n",
+    package="engine", distribution="engine", home="python", mark="setup.py", message="Add ours\n\nWhy.\n",
     edits=tuple(edit for edit, _ in EDITS.values()), files={"our.py": '"""Ours. All of it."""\n'},
     beside={"tests/test_our.py": "assert True\n"}, sections=(Section("docs/page.md", "## Ours", "## Ours\n\nText.\n", "docs"),),
 )  # fmt: skip
@@ -148,6 +285,7 @@ def checkout(tmp_path):
     (package / "__init__.py").touch()
     (package / "m.py").write_text(SOURCE)
     (tmp_path / "docs").mkdir()
+    (tmp_path / "setup.py").touch()
     (tmp_path / "docs" / "page.md").write_text("# Page\n\nwithout its last line's end\fand a form feed")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
@@ -208,5 +346,29 @@ def test_an_edit_of_another_version(checkout):
 
 
 def test_no_engine_there(tmp_path):
-    with pytest.raises(ValueError, match="source: expected a checkout with python/engine"):
+    with pytest.raises(ValueError, match="source: expected a checkout with setup.py and python/engine"):
         locate(tmp_path, RECIPE)
+
+
+# ---- the engines' pages ------------------------------------------------------------------------------------------------
+
+
+def rows(recipe):
+    """What a recipe touches, as the engine's page lists it."""
+    yield from ("| file | change |", "|---|---|")
+    told: dict[str, list[str]] = {}
+    for edit in recipe.edits:
+        told.setdefault(f"`{edit.file}`", []).append(edit.what)
+        while edit.otherwise:
+            told.setdefault(f"`{edit.otherwise.file}`, in its stead", []).append(edit.otherwise.what)
+            edit = edit.otherwise
+    yield from (f"| {file} | {'; '.join(dict.fromkeys(what))} |" for file, what in told.items())
+    yield from (f"| `{file}` | new |" for file in (*recipe.files, *recipe.beside))
+    yield from (f"| `{section.file}` | {section.what} |" for section in recipe.sections)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pages_list_every_file(engine):
+    recipe = importlib.import_module(f"replayssm.integrations.{engine}.upstream").recipe("depend")
+    page = (DOCS / f"patch-{engine}.md").read_text()
+    assert "\n".join(rows(recipe)) in page, "\n".join(rows(recipe))

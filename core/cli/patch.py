@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .refuse import refuse
 
-ENGINES = ("sglang",)
+ENGINES = ("flashinfer", "sglang")
 
 
 def patch(

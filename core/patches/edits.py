@@ -10,6 +10,7 @@ import libcst as cst
 from libcst import matchers as m
 
 EMPTY = cst.Module([])
+BETWEEN = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 
 class Missing(LookupError):
@@ -88,7 +89,7 @@ def code(node: cst.CSTNode) -> str:
     return EMPTY.code_for_node(node).strip()
 
 
-def _expect(node: cst.CSTNode | None, *kinds: type[cst.CSTNode]) -> None:
+def expect(node: cst.CSTNode | None, *kinds: type[cst.CSTNode]) -> None:
     if not isinstance(node, kinds):
         raise Missing(f"{' or '.join(kind.__name__ for kind in kinds)}: expected, got {node and code(node)}")
 
@@ -100,10 +101,10 @@ def fields(text: str) -> Callable[[cst.ClassDef], cst.ClassDef]:
     """Add the text's assignments behind the last one of a class, those whose names it does not have."""
 
     def change(node: cst.ClassDef) -> cst.ClassDef:
-        _expect(node, cst.ClassDef)
+        expect(node, cst.ClassDef)
         old = list(node.body.body)
         has = {_name(one.body[0]): i for i, one in enumerate(old) if isinstance(one, cst.SimpleStatementLine)}
-        new = [one for one in _statements(text) if _name(one.body[0]) not in has]
+        new = [one for one in statements(text) if _name(one.body[0]) not in has]
         at = 1 + max((i for name, i in has.items() if name), default=len(old) - 1)
         return node.with_deep_changes(node.body, body=[*old[:at], *new, *old[at:]]) if new else node
 
@@ -114,7 +115,7 @@ def choice(value: str) -> Callable[[cst.AnnAssign], cst.AnnAssign]:
     """Add a value to the ``choices=`` of a field's annotation."""
 
     def change(node: cst.AnnAssign) -> cst.AnnAssign:
-        _expect(node, cst.AnnAssign)
+        expect(node, cst.AnnAssign)
         found = m.findall(node.annotation, m.Arg(keyword=m.Name("choices")))
         if len(found) != 1:
             raise Missing(f"choices= of {code(node.target)}: expected one, got {len(found)}")
@@ -132,37 +133,36 @@ def _with_choice(old: cst.BaseExpression, value: str) -> cst.BaseExpression:
         return old.with_changes(right=_with_choice(old.right, value))
     if not isinstance(old, cst.List):
         return cst.BinaryOperation(old, cst.Add(), cst.List([element]))
-    return old.with_changes(elements=_extended(old.elements, element))
+    return old.with_changes(elements=extended(old.elements, element))
 
 
 def entry(key: str, value: str) -> Callable[[cst.AnnAssign | cst.Assign], cst.AnnAssign | cst.Assign]:
     """Add an item to the dictionary that is assigned."""
 
     def change(node: Any) -> Any:
-        _expect(node, cst.Assign, cst.AnnAssign)
-        _expect(node.value, cst.Dict)
+        expect(node, cst.Assign, cst.AnnAssign)
+        expect(node.value, cst.Dict)
         if any(m.matches(one, m.DictElement(key=m.SimpleString(f'"{key}"'))) for one in node.value.elements):
             return node
         element = cst.DictElement(cst.SimpleString(f'"{key}"'), cst.parse_expression(value))
-        return node.with_deep_changes(node.value, elements=_extended(node.value.elements, element))
+        return node.with_deep_changes(node.value, elements=extended(node.value.elements, element))
 
     return change
 
 
-def _extended(elements: Any, new: Any) -> list[Any]:
-    """With one more element, which ends and is set off as those before it are."""
+def extended(elements: Any, new: Any, between: cst.Comma = BETWEEN) -> list[Any]:
+    """With one more element, which ends and is set off as those before it are; ``between``: behind one that is alone."""
     if not elements:
         return [new]
     *others, last = elements
-    between = others[-1].comma if others else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    return [*others, last.with_changes(comma=between), new.with_changes(comma=last.comma)]
+    return [*others, last.with_changes(comma=others[-1].comma if others else between), new.with_changes(comma=last.comma)]
 
 
 def decorated(expression: str) -> Callable[[cst.FunctionDef], cst.FunctionDef]:
     """Add a decorator, innermost."""
 
     def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        _expect(node, cst.FunctionDef)
+        expect(node, cst.FunctionDef)
         if any(code(one.decorator) == expression for one in node.decorators):
             return node
         return node.with_changes(decorators=[*node.decorators, cst.Decorator(cst.parse_expression(expression))])
@@ -174,17 +174,17 @@ def statement(text: str, first: bool = False) -> Callable[[cst.FunctionDef], cst
     """Add a statement at the end of a function, or before its first one; a docstring stays in front."""
 
     def change(node: cst.FunctionDef) -> cst.FunctionDef:
-        _expect(node, cst.FunctionDef)
+        expect(node, cst.FunctionDef)
         old = node.body.body
         if any(code(one) == text for one in old):
             return node
         at = len(old) if not first else int(node.get_docstring() is not None)
-        return node.with_deep_changes(node.body, body=[*old[:at], *_statements(text), *old[at:]])
+        return node.with_deep_changes(node.body, body=[*old[:at], *statements(text), *old[at:]])
 
     return change
 
 
-def _statements(text: str) -> list[Any]:
+def statements(text: str) -> list[Any]:
     return list(cst.parse_module(text).body)
 
 
@@ -192,13 +192,14 @@ def _statements(text: str) -> list[Any]:
 
 
 def _import(tree: cst.Module, line: str) -> cst.Module:
-    """Where isort puts it, among the imports of the same package."""
+    """Where isort puts it, among the imports of the same package, those from "." as one."""
     module = line.split()[1]
     body = list(tree.body)
     if any(code(one) == line for one in body):
         return tree
-    new = _statements(line)[0]
-    of = {i: name for i, one in enumerate(body) if (name := _module(one)) is not None}
+    new = statements(line)[0]
+    top = next((i for i, one in enumerate(body) if isinstance(one, cst.ClassDef | cst.FunctionDef)), len(body))
+    of = {i: name for i, one in enumerate(body[:top]) if (name := _module(one)) is not None}
     ours = [i for i, name in of.items() if name.split(".")[0] == module.split(".")[0]]
     before = [i for i in ours if of[i] <= module]
     if before:
@@ -208,7 +209,7 @@ def _import(tree: cst.Module, line: str) -> cst.Module:
         new = new.with_changes(leading_lines=body[at].leading_lines)
         body[at] = body[at].with_changes(leading_lines=[])
     else:
-        at = max((i for i, one in enumerate(body) if m.matches(one, IMPORT)), default=-1) + 1
+        at = max((i for i, one in enumerate(body[:top]) if m.matches(one, IMPORT)), default=-1) + 1
         new = new.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
     return tree.with_changes(body=[*body[:at], new, *body[at:]])
 
@@ -217,7 +218,8 @@ IMPORT = m.SimpleStatementLine(body=[m.Import() | m.ImportFrom()])
 
 
 def _module(node: cst.CSTNode) -> str | None:
-    """Of a ``from`` import."""
-    if not m.matches(node, m.SimpleStatementLine(body=[m.ImportFrom(module=~m.MatchIfTrue(lambda one: one is None))])):
+    """Of a ``from`` import, its dots included."""
+    if not m.matches(node, m.SimpleStatementLine(body=[m.ImportFrom()])):
         return None
-    return code(node.body[0].module)  # type: ignore[attr-defined]
+    source = node.body[0]  # type: ignore[attr-defined]
+    return "." * len(source.relative) + (code(source.module) if source.module else "")

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import libcst as cst
 
@@ -35,6 +35,7 @@ class Recipe:
     Attributes:
         package: the Python package; ``distribution``: its name on PyPI.
         home: the folder of a checkout that holds the package.
+        mark: a file of every checkout that a folder of installed packages does not have.
         message: of the commit, its subject first.
         edits: of the package's files; several of one file in order.
         files: new files of the package, path to text.
@@ -45,6 +46,7 @@ class Recipe:
     package: str
     distribution: str
     home: str
+    mark: str
     message: str
     edits: tuple[Edit, ...]
     files: Mapping[str, str]
@@ -90,13 +92,14 @@ class Patch:
 def locate(path: Path, recipe: Recipe) -> Source:
     """The engine in a checkout, in a folder of installed packages, or as its package folder; ValueError without it."""
     path = path.resolve()
-    if (path / recipe.home / recipe.package / "__init__.py").is_file():
-        return Source(path, f"{recipe.home}/{recipe.package}", True, _described(path))
+    inside = (PurePosixPath(recipe.home) / recipe.package).as_posix()
+    if (path / recipe.mark).is_file() and (path / inside / "__init__.py").is_file():
+        return Source(path, inside, True, _described(path))
     root = path.parent if path.name == recipe.package else path
     if (root / recipe.package / "__init__.py").is_file():
         return Source(root, recipe.package, False, _installed(root, recipe.distribution))
     raise ValueError(
-        f"source: expected a checkout with {recipe.home}/{recipe.package} or a folder with {recipe.package}, got {path}"
+        f"source: expected a checkout with {recipe.mark} and {inside} or a folder with {recipe.package}, got {path}"
     )
 
 

@@ -158,7 +158,7 @@ def recipe(style: str) -> Recipe:
         raise NotImplementedError(f"style: supported for sglang is depend, got {style!r}")
     text = partial(_text, resources.files(__package__) / "files")
     return Recipe(
-        package="sglang", distribution="sglang", home="python", message=MESSAGE, edits=EDITS,
+        package="sglang", distribution="sglang", home="python", mark="python/pyproject.toml", message=MESSAGE, edits=EDITS,
         files={f"{MODULE.partition('.')[2].replace('.', '/')}.py": text("replayssm.py")},
         beside={"test/registered/unit/layers/test_replayssm_backend.py": text("test_replayssm_backend.py")},
         sections=(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,71 +13,42 @@ if importlib.util.find_spec("sglang") is None:
 pytest.importorskip("libcst")
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner
+from replayssm.integrations.sglang.upstream import DOCS, MODULE, recipe
+from tests.integrations import patched as made
+from tests.integrations.patched import git
 
-from replayssm.cli.app import app
-from replayssm.integrations.sglang.upstream import DOCS, EDITS, MODULE, recipe
-
-ROOT = Path(__file__).parents[3]
-INSTALLED = Path(importlib.util.find_spec("sglang").origin).parent
-PAGE = recipe("depend").sections[0].file
-EVERY = [*EDITS, *(edit.otherwise for edit in EDITS if edit.otherwise)]
-THERE = [edit for edit in EDITS if (INSTALLED / edit.file).is_file()]
-THERE += [edit.otherwise for edit in EDITS if edit.otherwise and edit not in THERE]
+RECIPE = recipe("depend")
+PAGE = RECIPE.sections[0].file
+THERE = made.edits(RECIPE, made.installed(RECIPE))
 TOUCHED = sorted({edit.file for edit in THERE})
+
+
+def patch(source, *args):
+    return made.patch("sglang", source, *args)
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A checkout with the files that a patch touches."""
-    root = tmp_path_factory.mktemp("checkout")
-    for file in ("__init__.py", *TOUCHED):
-        to = root / "python" / "sglang" / file
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(INSTALLED / file, to)
-    (root / PAGE).parent.mkdir(parents=True)
-    (root / PAGE).write_text("---\ntitle: Attention\n---\nText.\n")
-    git(root, "init", "-q")
-    git(root, "add", ".")
-    git(root, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "-qm", "all")
-    return root
+    return made.checkout(RECIPE, tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.fixture(scope="module")
 def patched(original, tmp_path_factory):
-    """The same with the patch applied by git."""
-    out = tmp_path_factory.mktemp("patch") / "replayssm.patch"
-    done = patch(original, "--out", str(out))
-    assert done.exit_code == 0, done.output
-    assert git(original, "status", "--porcelain") == ""
-    git(original, "apply", "--check", str(out))
-    root = tmp_path_factory.mktemp("patched") / "checkout"
-    shutil.copytree(original, root)
-    git(root, "-c", "user.name=n", "-c", "user.email=e@x", "am", str(out))
-    return root
+    return made.commit("sglang", original, tmp_path_factory.mktemp("commit"))
 
 
-def git(root, *args):
-    return subprocess.run(["git", "-C", root, *args], check=True, capture_output=True, text=True).stdout
-
-
-def patch(source, *args):
-    return CliRunner().invoke(app, ["patch", "sglang", "--source", str(source), *args])
+@pytest.fixture(scope="module")
+def package(patched, tmp_path_factory):
+    return made.package(RECIPE, patched, tmp_path_factory.mktemp("package"))
 
 
 def test_commit(patched):
     assert git(patched, "log", "-1", "--format=%s").startswith("Add ReplaySSM decode backends")
-    changed = set(git(patched, "diff", "--name-only", "HEAD~").split())
-    new = {f"python/{MODULE.replace('.', '/')}.py", *recipe("depend").beside}
-    assert changed == {f"python/sglang/{file}" for file in TOUCHED} | new | {PAGE}
+    new = {f"python/{MODULE.replace('.', '/')}.py", *RECIPE.beside}
+    assert set(made.changed(patched)) == {f"python/sglang/{file}" for file in TOUCHED} | new | {PAGE}
     assert (patched / PAGE).read_text().endswith(f"Text.\n\n{DOCS}")
     removed = [line for line in git(patched, "diff", "HEAD~").splitlines() if line.startswith("-") and line[:3] != "---"]
     assert len(removed) == 2 and all("choices=" in line for line in removed)
-
-
-def test_documentation_lists_every_file():
-    text = (ROOT / "docs" / "patches.md").read_text()
-    assert all(f"`{file}`" in text for file in (*(edit.file for edit in EVERY), *recipe("depend").files, PAGE))
 
 
 def test_twice_changes_nothing(patched):
@@ -91,15 +58,11 @@ def test_twice_changes_nothing(patched):
 
 
 def test_check_prints_no_patch(original):
-    done = patch(original, "--check")
-    assert done.exit_code == 0 and done.stdout == "" and done.stderr.count(": changed: ") == len(THERE) + 1
-
-
-def test_json(original):
-    done = patch(original, "--json", "--check")
+    done = patch(original, "--check", "--json")
     found = json.loads(done.stdout)
-    assert found["engine"] == "sglang" and found["version"] and found["patch"] is None
-    assert {step["done"] for step in found["steps"]} and all(step["file"] and step["what"] for step in found["steps"])
+    assert done.exit_code == 0 and found["engine"] == "sglang" and found["version"] and found["patch"] is None
+    assert [step["done"] for step in found["steps"]].count("changed") == len(THERE) + 1
+    assert all(step["file"] and step["what"] for step in found["steps"])
 
 
 def test_missing_anchor_writes_nothing(original, tmp_path):
@@ -116,32 +79,19 @@ def test_missing_anchor_writes_nothing(original, tmp_path):
 
 def test_refusals(original, tmp_path):
     for args, says in (
-        (("sglang", "--source", str(tmp_path)), "source: expected a checkout with python/sglang"),
-        (("sglang", "--source", str(original), "--style", "copy"), "style: expected one of depend, vendor, got 'copy'"),
-        (("sglang", "--source", str(original), "--style", "vendor"), "style: supported for sglang is depend, got 'vendor'"),
-        (("other", "--source", str(original)), "engine: expected one of sglang, got 'other'"),
+        (("sglang", tmp_path), "source: expected a checkout with python/pyproject.toml"),
+        (("sglang", original, "--style", "copy"), "style: expected one of depend, vendor, got 'copy'"),
+        (("sglang", original, "--style", "vendor"), "style: supported for sglang is depend, got 'vendor'"),
+        (("other", original), "engine: expected one of flashinfer, sglang, got 'other'"),
     ):
-        done = CliRunner().invoke(app, ["patch", *args])
+        done = made.patch(*args)
         assert done.exit_code == 2 and says in done.stderr
 
 
 def test_formatter_changes_nothing_more(original, patched):
-    """In 88 columns and with sorted imports, as SGLang: what a formatter would change is what it would have changed before."""
-    files = [line for line in git(patched, "diff", "--name-only", "HEAD~").split() if line.endswith(".py")]
-
-    def complaints(root):
-        ruff = [sys.executable, "-m", "ruff"]
-        here = [root / file for file in files if (root / file).exists()]
-        formatted = subprocess.run([*ruff, "format", "--isolated", "--diff", *here], capture_output=True, text=True)
-        options = ["--isolated", "--no-cache", "--select", "I", "--config", "lint.isort.known-first-party=['sglang']"]
-        sorted_ = subprocess.run(
-            [*ruff, "check", *options, "--output-format", "concise", *here], capture_output=True, text=True
-        )
-        assert formatted.returncode < 2 and sorted_.returncode < 2, formatted.stderr + sorted_.stderr
-        changes = [line for line in formatted.stdout.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-        return changes, [line.partition(": ")[2] for line in sorted_.stdout.splitlines() if ": I" in line]
-
-    assert complaints(patched) == complaints(original)
+    """Formatted by ruff in 88 columns, with sorted imports."""
+    lint = "--select", "I", "--config", "lint.isort.known-first-party=['sglang']"
+    assert made.complaints(patched, patched, lint) == made.complaints(original, patched, lint)
 
 
 WORKS = """
@@ -186,34 +136,12 @@ for wrong, says in (
 """
 
 
-@pytest.fixture(scope="module")
-def package(patched, tmp_path_factory):
-    """The installed package with the patched files in the place of its own; what Python is told to prefer it."""
-    package = tmp_path_factory.mktemp("package") / "sglang"
-    shutil.copytree(INSTALLED, package, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in git(patched, "diff", "--name-only", "HEAD~").split():
-        if file.startswith("python/"):
-            to = package.parent / Path(file).relative_to("python")
-            to.unlink(missing_ok=True)
-            shutil.copy(patched / file, to)
-    return package
-
-
-def without_plugin(package, script, *args):
-    """Runs the script with the patched package and no plugin."""
-    search = os.pathsep.join(filter(None, (str(package.parent), str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": search, "SGLANG_PLUGINS": "none", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", script, str(package), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=package.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_patched_package_works_without_plugin(patched, package):
     """All modules that were touched are imported from the patched package, and the test that it brings passes."""
     names = [f"sglang.{file.removesuffix('.py').replace('/', '.')}" for file in TOUCHED]
-    (test,) = recipe("depend").beside
-    without_plugin(package, WORKS, patched / test, *names)
+    (test,) = RECIPE.beside
+    made.run(package, "-c", WORKS, str(package), str(patched / test), *names, SGLANG_PLUGINS="none")
 
 
 SERVES = """
@@ -237,4 +165,4 @@ for folder in map(pathlib.Path, sys.argv[3:]):
 @pytest.mark.slow
 def test_patched_package_serves_without_plugin(package, models):
     """SGLang's scheduler and model runner in the patched package: tokens as SGLang's own, with the backend chosen or not."""
-    without_plugin(package, SERVES, "nemotron-h", *models.values())
+    made.run(package, "-c", SERVES, str(package), "nemotron-h", *map(str, models.values()), SGLANG_PLUGINS="none")

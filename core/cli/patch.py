@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .refuse import refuse
 
-ENGINES = ("flashinfer", "sglang")
+ENGINES = ("flashinfer", "sglang", "trtllm")
 
 
 def patch(

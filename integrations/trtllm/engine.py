@@ -31,6 +31,18 @@ def check_version() -> None:
         raise Refused(f"TensorRT-LLM {found}: supported are {contract.versions}")
 
 
+def built_in() -> bool:
+    """Whether this TensorRT-LLM was patched (docs/patches.md)."""
+    module = f"{load().package}._torch.replayssm"
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not _absent(module, error):
+            raise
+        return False
+    return True
+
+
 def locate(symbol: Symbol) -> tuple[str, Any] | None:
     """The first of a symbol's modules that has it, and what it is there; None where none has."""
     for module in symbol.modules:

@@ -22,12 +22,14 @@ _registered_over: dict[type, type] = {}
 def register() -> list[str]:
     """Register every model of the contract that this release has; again changes nothing.
 
-    A release that the contract does not hold for is not refused here, where no model is loaded, but by each model that asks
-    for ReplaySSM.
+    A TensorRT-LLM that has ReplaySSM built in calls us itself: nothing is registered. A release that the contract does not
+    hold for is not refused here, where no model is loaded, but by each model that asks for ReplaySSM.
 
     Returns:
         The architectures registered.
     """
+    if engine.built_in():
+        return []
     done = []
     for architecture, model in load().models.items():
         base = _base(model)

@@ -104,7 +104,7 @@ def run(package: Path, *command: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def complaints(root: Path, patched: Path, lint: Sequence[str]) -> tuple[list[str], list[str]]:
+def complaints(root: Path, patched: Path, lint: Sequence[str], columns: int = 88) -> tuple[list[str], list[str]]:
     """What ruff would change in a checkout's files of the commit, and what else it says of them, wherever it is."""
     here = [str(root / file) for file in changed(patched) if file.endswith(".py") and (root / file).exists()]
 
@@ -113,7 +113,7 @@ def complaints(root: Path, patched: Path, lint: Sequence[str]) -> tuple[list[str
         assert done.returncode < 2, done.stderr
         return done.stdout.splitlines()
 
-    formatted = ruff("format", "--isolated", "--no-cache", "--diff")
+    formatted = ruff("format", "--isolated", "--no-cache", "--diff", "--line-length", str(columns))
     linted = ruff("check", "--isolated", "--no-cache", "--output-format", "concise", *lint)
     changes = [line for line in formatted if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
     return changes, sorted(line.partition(": ")[2] for line in linted if ": " in line)

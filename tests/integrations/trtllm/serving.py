@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -81,10 +82,13 @@ class Serving:
         form: of the cache manager.
         family: with "_safe" for Kimi's lower-bound gate.
         drafts: of a verify step; 0 decodes plainly.
+        built_in: as a patched TensorRT-LLM calls us; else by registered classes.
         settings: what stands under ``model_kwargs: replayssm``.
     """
 
-    def __init__(self, form, family, drafts, monkeypatch, seed=0, pool=torch.float32, device="cpu", **settings):
+    def __init__(
+        self, form, family, drafts, monkeypatch, seed=0, pool=torch.float32, device="cpu", built_in=False, **settings
+    ):  # fmt: skip
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.device = torch.device(device)
         self.row, family = ROWS[family], family.removesuffix("_safe")
@@ -95,11 +99,16 @@ class Serving:
         modules = fakes.generate(load(), form, behaviours(form))
         fakes.install(modules, monkeypatch)
         monkeypatch.setattr("tests.integrations.trtllm.serving.REGISTERED", {})
-        from replayssm.integrations.trtllm import register
+        from replayssm.integrations.trtllm import builtin, register
 
-        self.registered = register.register()
+        self.registered = [] if built_in else register.register()
+        self.selected = partial(builtin.selected, get_kv_cache_manager_cls) if built_in else None
         self.config = self._config(modules, {"mode": "require", "debug": True} | settings)
-        self.model = REGISTERED[self.config.pretrained_config.architectures[0]](self.config, extra=3)
+        architecture = self.config.pretrained_config.architectures[0]
+        known = load().models[architecture]
+        base = getattr(modules[known.module], known.class_name)
+        made = partial(builtin.built, base) if built_in else REGISTERED[architecture]
+        self.model = made(self.config, extra=3)
         self.manager = self._manager(pool)
         self.truth: dict[int, Truth] = {}
         self.worst = 0.0
@@ -133,7 +142,7 @@ class Serving:
         spec = SimpleNamespace(tokens_per_gen_step=self.drafts + 1) if self.drafts else None
         extra = {"kda_replay_num_spec": self.drafts} if self.form == "current" and self.family == "kda" and self.drafts else {}
         config = SimpleNamespace(slots=SLOTS, device=self.device, enable_kv_pool_rebalance=False)
-        return get_kv_cache_manager_cls(self.config, None)(
+        return (self.selected or get_kv_cache_manager_cls)(self.config, None)(
             K, WIDTH, H, G, V, LAYERS, [True] * LAYERS, torch.float32, pool, config, None, num_layers=0, num_kv_heads=0,
             head_dim=1, tokens_per_block=32, max_seq_len=99, max_batch_size=BATCH, mapping=None, spec_config=spec, **extra,
         )  # fmt: skip

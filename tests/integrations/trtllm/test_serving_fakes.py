@@ -71,6 +71,14 @@ def test_fakes_serving(form, family, drafts, monkeypatch):
     assert int(run.recurrent.state.cursors.flushes.sum()) > 0
 
 
+@pytest.mark.parametrize("form, family", [("state", "gdn"), ("current", "mamba2"), ("strategy", "kda")])
+def test_fakes_of_a_patched_engine(form, family, monkeypatch):
+    """As `replayssm patch trtllm` builds it in: a model and a manager's class as its hooks return them."""
+    run = Serving(form, family, 2, monkeypatch, window=5, built_in=True)
+    walk(run, turns=8)
+    assert not run.registered and int(run.recurrent.state.cursors.flushes.sum()) > 0
+
+
 @pytest.mark.gpu
 @NO_GPU
 @pytest.mark.parametrize("form, family", EVERY)

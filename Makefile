@@ -1,4 +1,4 @@
-.PHONY: demo test lint docs gpu gpu-bench
+.PHONY: demo test lint docs patches gpu gpu-bench
 
 demo: .venv/stamp
 	.venv/bin/replayssm run
@@ -11,6 +11,9 @@ lint: .venv/stamp
 
 docs: .venv/stamp
 	ci/docs
+
+patches: .venv/stamp
+	ci/patches
 
 gpu:
 	ci/gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from replayssm.cli.patch import ENGINES
 from replayssm.patches.dispatch import dispatched
 from replayssm.patches.edits import Edit, Missing, choice, decorated, entry, fields, statement
 from replayssm.patches.recipe import Recipe, Section, locate, mail, make
+from replayssm.patches.vendor import vendored
 
 DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = '''"""A module."""
@@ -348,6 +350,48 @@ def test_an_edit_of_another_version(checkout):
 def test_no_engine_there(tmp_path):
     with pytest.raises(ValueError, match="source: expected a checkout with setup.py and python/engine"):
         locate(tmp_path, RECIPE)
+
+
+# ---- kernels that are copied -------------------------------------------------------------------------------------------
+
+VENDORED = """
+import sys
+sys.modules["replayssm"] = None
+import torch
+from engine.kernels import GDN, Layout, ReplayState
+state = ReplayState(Layout(GDN, H=2, G=1, V=16, K=16), layers=1, slots=2, backend="torch")
+slots = torch.tensor([1])
+x = {name: torch.randn(1, heads, 16).bfloat16() for name, heads in (("q", 1), ("k", 1), ("v", 2))}
+plan = state.plan(slots)
+o = state.step(0, plan, **x, b=torch.randn(1, 2), a=torch.randn(1, 2), A=-torch.ones(2), dt_bias=torch.zeros(2))
+state.commit(plan)
+assert o.isfinite().all() and int(state.cursors.count[1]) == 1
+del sys.modules["replayssm"]
+import replayssm
+assert replayssm.Layout is not Layout and torch.ops.engine_kernels.step is not torch.ops.replayssm.step
+"""
+
+
+def test_vendored(tmp_path):
+    """A package of its own, which computes without ours and beside it."""
+    pytest.importorskip("ruff")
+    texts = vendored("replayssm.state", "engine.kernels", columns=88)
+    assert {"__init__.py", "state.py", "kernels/decode.py"} <= set(texts)
+    assert not {"doctor.py", "reference.py", "cli/app.py"} & set(texts), "what no entry imports"
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").touch()
+    for file, text in texts.items():
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+        (tmp_path / "engine/kernels" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "engine/kernels" / file).write_text(text)
+    done = subprocess.run([sys.executable, "-c", VENDORED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_vendored_needs_ruff(monkeypatch):
+    monkeypatch.setattr("replayssm.patches.vendor.find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match="style vendor: expected ruff, .* got none; pip install ruff"):
+        vendored("replayssm.state", "engine.kernels", columns=88)
 
 
 # ---- the engines' pages ------------------------------------------------------------------------------------------------

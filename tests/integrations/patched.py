@@ -109,11 +109,12 @@ def complaints(root: Path, patched: Path, lint: Sequence[str], columns: int = 88
     here = [str(root / file) for file in changed(patched) if file.endswith(".py") and (root / file).exists()]
 
     def ruff(*command: str) -> list[str]:
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, *here], capture_output=True, text=True)
+        options = ["--isolated", "--no-cache", "--line-length", str(columns)]
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, *options, *here], capture_output=True, text=True)
         assert done.returncode < 2, done.stderr
         return done.stdout.splitlines()
 
-    formatted = ruff("format", "--isolated", "--no-cache", "--diff", "--line-length", str(columns))
-    linted = ruff("check", "--isolated", "--no-cache", "--output-format", "concise", *lint)
+    formatted = ruff("format", "--diff")
+    linted = ruff("check", "--output-format", "concise", *lint)
     changes = [line for line in formatted if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
     return changes, sorted(line.partition(": ")[2] for line in linted if ": " in line)

@@ -8,6 +8,10 @@ from importlib import resources
 from ....patches.dispatch import dispatched
 from ....patches.edits import Edit
 from ....patches.recipe import Recipe, Section
+from ....patches.vendor import placed
+
+ENTRY = "replayssm.integrations.flashinfer"
+NEEDS = 'pytest.importorskip("replayssm")\n\n'
 
 MESSAGE = """Add the backend "replayssm" to recurrent decode calls
 
@@ -18,18 +22,20 @@ Triton kernels, over the caller's own tensors, in the layouts they have. No
 kernel is compiled per number of tokens or head group; fp16 activations, windows
 above 16, rings with T = 1 and GPUs from SM80 are served as well.
 
-The kernels come from the package `replayssm`, which is imported by the first
-such call. Other backends, and what "auto" chooses, do not change.
+The kernels are in {kernels}, which is imported by the
+first such call. Other backends, and what "auto" chooses, do not change.
 """
+KERNELS = {"depend": "the package `replayssm`", "vendor": "`flashinfer/replayssm_kernels`"}
+INSTALL = {"depend": " It needs ``pip install replayssm``.", "vendor": ""}
 
 DOCS = """ReplaySSM backend
 -----------------
 
 ``backend="replayssm"`` runs :func:`checkpointing_ssu`, :func:`replayssm_materialize`, :func:`selective_state_update`,
 ``flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose``, ``gated_delta_rule_mtp_ucache_flush`` and the decode part of
-``flashinfer.kda.recurrent_kda`` on Triton kernels from the package ``replayssm`` (``pip install replayssm``). States, rings
-and cursors stay the caller's tensors, in the same layouts. Any number of tokens up to the window, windows above 16, fp16
-activations and GPUs from SM80 are served by one build. Arguments that choose among FlashInfer's own kernels have no effect.
+``flashinfer.kda.recurrent_kda`` on Triton kernels. States, rings and cursors stay the caller's tensors, in the same layouts.
+Any number of tokens up to the window, windows above 16, fp16 activations and GPUs from SM80 are served by one build.
+Arguments that choose among FlashInfer's own kernels have no effect.{install}
 """
 
 # Per function: where FlashInfer defines it, where we do, and what its docstring says of the backend.
@@ -67,14 +73,15 @@ def _parameters(file: str, name: str) -> list[str]:
 
 
 def recipe(style: str) -> Recipe:
-    """The kernels as a dependency ("depend"); NotImplementedError for any other style."""
-    if style != "depend":
-        raise NotImplementedError(f"style: supported for flashinfer is depend, got {style!r}")
+    """The kernels as a dependency ("depend"), or copied into the package ("vendor")."""
     files = resources.files(__package__) / "files"
+    seam, copied = placed(style, (files / "replayssm.py").read_text(), ENTRY, "flashinfer.replayssm_kernels", columns=88)
+    test = (files / "test_replayssm_backend.py").read_text()
+    docs = DOCS.replace("{install}", INSTALL[style])
     return Recipe(
-        package="flashinfer", distribution="flashinfer-python", home=".", mark="pyproject.toml", message=MESSAGE,
-        edits=tuple(_edit(name) for name in FUNCTIONS),
-        files={"replayssm.py": (files / "replayssm.py").read_text()},
-        beside={"tests/mamba/test_replayssm_backend.py": (files / "test_replayssm_backend.py").read_text()},
-        sections=(Section("docs/api/mamba.rst", DOCS.splitlines()[0], DOCS, "a section on the backend"),),
+        package="flashinfer", distribution="flashinfer-python", home=".", mark="pyproject.toml",
+        message=MESSAGE.format(kernels=KERNELS[style]), edits=tuple(_edit(name) for name in FUNCTIONS),
+        files={"replayssm.py": seam, **copied},
+        beside={"tests/mamba/test_replayssm_backend.py": test if style == "depend" else test.replace(NEEDS, "")},
+        sections=(Section("docs/api/mamba.rst", docs.splitlines()[0], docs, "a section on the backend"),),
     )  # fmt: skip

@@ -9,8 +9,10 @@ from typing import Any
 
 from ....patches.edits import Edit, choice, decorated, entry, fields, statement
 from ....patches.recipe import Recipe, Section
+from ....patches.vendor import placed
 
 MODULE = "sglang.srt.layers.attention.linear.replayssm"
+ENTRY = "replayssm.integrations.sglang.builtin"
 IMPORT = f"from {MODULE.rpartition('.')[0]} import replayssm"
 ARGUMENTS = "srt/arg_groups/fields/exec_.py"
 ALL_ARGUMENTS = "srt/server_args.py"
@@ -24,10 +26,15 @@ which is folded into the state once per window. Draft tokens are verified from
 the ring, without a state per draft. Prefill, prefix cache, retraction and
 transfers find exact states.
 
-The recurrence, its kernels and the pool come from the package `replayssm`,
-which is imported in servers that choose it and in no others; with the options
-off no code path changes.
+{kernels}
+imported in servers that choose it and in no others; with the options off no
+code path changes.
 """
+KERNELS = {
+    "depend": "The recurrence, its kernels and the pool are in the package `replayssm`, which is",
+    "vendor": "The recurrence, its kernels and the pool are in `replayssm_kernels`, which is",
+}
+INSTALL = {"depend": " Install the kernels with `pip install replayssm`.", "vendor": ""}
 
 OPTIONS = """
 replayssm_window: A[
@@ -63,7 +70,7 @@ DOCS = """## ReplaySSM for recurrent layers
 the recurrent state and a ring of the inputs since. The ring is folded into the state once per window \
 (`--replayssm-window`, default 16), so that most steps do not write the state. Draft tokens are verified from the ring, \
 without a state per draft. `--replayssm-checkpoint` sets the states' format, `--replayssm-read` adds a compact copy that \
-decoding reads. Install the kernels with `pip install replayssm`. CUDA only.
+decoding reads.{install} CUDA only.
 
 ```bash
 python -m sglang.launch_server --model-path Qwen/Qwen3-Next-80B-A3B-Instruct --linear-attn-decode-backend replayssm
@@ -153,17 +160,18 @@ EDITS = (
 
 
 def recipe(style: str) -> Recipe:
-    """The kernels as a dependency ("depend"); NotImplementedError for any other style."""
-    if style != "depend":
-        raise NotImplementedError(f"style: supported for sglang is depend, got {style!r}")
+    """The kernels as a dependency ("depend"), or copied into the package ("vendor")."""
     text = partial(_text, resources.files(__package__) / "files")
+    seam, copied = placed(style, text("replayssm.py"), ENTRY, f"{MODULE}_kernels", columns=88)
+    docs = DOCS.replace("{install}", INSTALL[style])
     return Recipe(
-        package="sglang", distribution="sglang", home="python", mark="python/pyproject.toml", message=MESSAGE, edits=EDITS,
-        files={f"{MODULE.partition('.')[2].replace('.', '/')}.py": text("replayssm.py")},
+        package="sglang", distribution="sglang", home="python", mark="python/pyproject.toml",
+        message=MESSAGE.format(kernels=KERNELS[style]), edits=EDITS,
+        files={f"{MODULE.partition('.')[2].replace('.', '/')}.py": seam, **copied},
         beside={"test/registered/unit/layers/test_replayssm_backend.py": text("test_replayssm_backend.py")},
         sections=(
             Section(
-                "docs_new/docs/advanced_features/attention_backend.mdx", DOCS.splitlines()[0], DOCS,
+                "docs_new/docs/advanced_features/attention_backend.mdx", docs.splitlines()[0], docs,
                 "a paragraph on the backends and their options",
             ),
         ),

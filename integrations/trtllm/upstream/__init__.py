@@ -6,17 +6,22 @@ from importlib import resources
 
 from ....patches.edits import Edit, decorated, fields
 from ....patches.recipe import Recipe, Section
+from ....patches.vendor import placed
+
+ENTRY = "replayssm.integrations.trtllm.builtin"
 
 MESSAGE = """Add kv_cache_config.mamba_replay: ReplaySSM decode for recurrent layers
 
-`kv_cache_config: {mamba_replay: {window: 16}}` decodes Mamba-2, Gated DeltaNet
+`kv_cache_config.mamba_replay: {{window: 16}}` decodes Mamba-2, Gated DeltaNet
 and KDA layers of the PyTorch backend from a checkpoint of the state and a ring
 of the inputs since, which is folded into the state once per window: plain
 decode as well as verification of drafts.
 
-The recurrence and its kernels come from the package `replayssm`, which is
+The recurrence and its kernels are in {kernels}, which is
 imported where the field is set and nowhere else.
 """
+KERNELS = {"depend": "the package `replayssm`", "vendor": "`_torch/replayssm_kernels`"}
+INSTALL = {"depend": " It needs `pip install replayssm`.", "vendor": ""}
 
 OPTION = """
 mamba_replay: Optional[MambaReplayConfig] = Field(
@@ -30,7 +35,7 @@ DOCS = """## ReplaySSM for Recurrent Layers
 
 `mamba_replay` in `kv_cache_config` decodes recurrent layers (Mamba-2, Gated DeltaNet, KDA) from a checkpoint of their state \
 and a ring of the inputs since. The ring is folded into the state once per window, so that most steps do not write it; \
-drafts are verified from the ring. It needs `pip install replayssm`.
+drafts are verified from the ring.{install}
 
 ```yaml
 kv_cache_config:
@@ -67,20 +72,21 @@ EDITS = (
 
 
 def recipe(style: str) -> Recipe:
-    """The kernels as a dependency ("depend"); NotImplementedError for any other style."""
-    if style != "depend":
-        raise NotImplementedError(f"style: supported for trtllm is depend, got {style!r}")
+    """The kernels as a dependency ("depend"), or copied into the package ("vendor")."""
     folder = resources.files(__package__) / "files"
 
     def text(name: str) -> str:
         return (folder / name).read_text()
 
+    data = ["integrations/trtllm/contract.yaml"]
+    seam, copied = placed(style, text("replayssm.py"), ENTRY, "tensorrt_llm._torch.replayssm_kernels", columns=100, data=data)
+    docs = DOCS.replace("{install}", INSTALL[style])
     return Recipe(
-        package="tensorrt_llm", distribution="tensorrt-llm", home=".", mark="setup.py", message=MESSAGE, edits=EDITS,
+        package="tensorrt_llm", distribution="tensorrt-llm", home=".", mark="setup.py",
+        message=MESSAGE.format(kernels=KERNELS[style]), edits=EDITS,
         files={
-            "_torch/replayssm.py": text("replayssm.py"),
-            "llmapi/mamba_replay_config.py": text("mamba_replay_config.py"),
+            "_torch/replayssm.py": seam, "llmapi/mamba_replay_config.py": text("mamba_replay_config.py"), **copied,
         },
         beside={"tests/unittest/_torch/modules/mamba/test_mamba_replay.py": text("test_mamba_replay.py")},
-        sections=(Section("docs/source/features/kvcache.md", DOCS.splitlines()[0], DOCS, "a section on the field"),),
+        sections=(Section("docs/source/features/kvcache.md", docs.splitlines()[0], docs, "a section on the field"),),
     )  # fmt: skip

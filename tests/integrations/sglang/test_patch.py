@@ -13,13 +13,14 @@ if importlib.util.find_spec("sglang") is None:
 pytest.importorskip("libcst")
 pytest.importorskip("typer")
 
-from replayssm.integrations.sglang.upstream import DOCS, MODULE, recipe
+from replayssm.integrations.sglang.upstream import MODULE, recipe
 from tests.integrations import patched as made
 from tests.integrations.patched import git
 
 RECIPE = recipe("depend")
 PAGE = RECIPE.sections[0].file
 THERE = made.edits(RECIPE, made.installed(RECIPE))
+LINT = ("--select", "I", "--config", "lint.isort.known-first-party=['sglang']")
 TOUCHED = sorted({edit.file for edit in THERE})
 
 
@@ -46,7 +47,7 @@ def test_commit(patched):
     assert git(patched, "log", "-1", "--format=%s").startswith("Add ReplaySSM decode backends")
     new = {f"python/{MODULE.replace('.', '/')}.py", *RECIPE.beside}
     assert set(made.changed(patched)) == {f"python/sglang/{file}" for file in TOUCHED} | new | {PAGE}
-    assert (patched / PAGE).read_text().endswith(f"Text.\n\n{DOCS}")
+    assert (patched / PAGE).read_text().endswith(f"Text.\n\n{RECIPE.sections[0].text}")
     removed = [line for line in git(patched, "diff", "HEAD~").splitlines() if line.startswith("-") and line[:3] != "---"]
     assert len(removed) == 2 and all("choices=" in line for line in removed)
 
@@ -81,8 +82,7 @@ def test_refusals(original, tmp_path):
     for args, says in (
         (("sglang", tmp_path), "source: expected a checkout with python/pyproject.toml"),
         (("sglang", original, "--style", "copy"), "style: expected one of depend, vendor, got 'copy'"),
-        (("sglang", original, "--style", "vendor"), "style: supported for sglang is depend, got 'vendor'"),
-        (("other", original), "engine: expected one of flashinfer, sglang, got 'other'"),
+        (("other", original), "engine: expected one of flashinfer, sglang, trtllm, got 'other'"),
     ):
         done = made.patch(*args)
         assert done.exit_code == 2 and says in done.stderr
@@ -90,8 +90,7 @@ def test_refusals(original, tmp_path):
 
 def test_formatter_changes_nothing_more(original, patched):
     """Formatted by ruff in 88 columns, with sorted imports."""
-    lint = "--select", "I", "--config", "lint.isort.known-first-party=['sglang']"
-    assert made.complaints(patched, patched, lint) == made.complaints(original, patched, lint)
+    assert made.complaints(patched, patched, LINT) == made.complaints(original, patched, LINT)
 
 
 WORKS = """
@@ -166,3 +165,15 @@ for folder in map(pathlib.Path, sys.argv[3:]):
 def test_patched_package_serves_without_plugin(package, models):
     """SGLang's scheduler and model runner in the patched package: tokens as SGLang's own, with the backend chosen or not."""
     made.run(package, "-c", SERVES, str(package), "nemotron-h", *map(str, models.values()), SGLANG_PLUGINS="none")
+
+
+@pytest.mark.slow
+def test_vendored_package_serves(original, models, tmp_path):
+    """The copy beside ReplaySSM itself, of which the test's own server is a part."""
+    patched = made.commit("sglang", original, tmp_path, "--style", "vendor")
+    copied = f"python/{MODULE.replace('.', '/')}_kernels/kernels/decode.py"
+    assert copied in made.changed(patched)
+    assert made.complaints(patched, patched, LINT) == made.complaints(original, patched, LINT)
+    package = made.package(recipe("vendor"), patched, tmp_path)
+    assert "replayssm_kernels.integrations.sglang.builtin" in (package / "srt/layers/attention/linear/replayssm.py").read_text()
+    made.run(package, "-c", SERVES, str(package), "", str(models["nemotron-h"]), SGLANG_PLUGINS="none")

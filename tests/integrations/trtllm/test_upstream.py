@@ -17,7 +17,7 @@ pytest.importorskip("typer")
 pytest.importorskip("pydantic")
 
 from replayssm.integrations.trtllm.settings import Settings
-from replayssm.integrations.trtllm.upstream import DOCS, EDITS, recipe
+from replayssm.integrations.trtllm.upstream import EDITS, ENTRY, recipe
 from replayssm.patches.recipe import locate
 from tests.integrations import patched as made
 from tests.integrations.patched import AS_SOMEONE, git
@@ -25,6 +25,7 @@ from tests.integrations.patched import AS_SOMEONE, git
 RECIPE = recipe("depend")
 SOURCE = os.environ.get("TENSORRT_LLM_SOURCE")
 PAGE = RECIPE.sections[0].file
+LINT = ("--select", "I,F", "--config", "lint.isort.known-first-party=['tensorrt_llm']")
 
 PACKAGE = {
     "__init__.py": '__version__ = "1.4.0"\n',
@@ -111,19 +112,18 @@ def patched(original, tmp_path_factory):
 def test_commit(patched):
     package = {f"tensorrt_llm/{file}" for file in (*(edit.file for edit in EDITS), *RECIPE.files)}
     assert set(made.changed(patched)) == package | {PAGE, *RECIPE.beside}
-    assert (patched / PAGE).read_text() == f"Text.\n\n{DOCS}"
+    assert (patched / PAGE).read_text() == f"Text.\n\n{RECIPE.sections[0].text}"
     done = made.patch("trtllm", patched)
     assert done.exit_code == 0 and done.stdout == "" and ": changed: " not in done.stderr
 
 
 def test_formatter_changes_nothing_more(original, patched):
     """In ruff's form of 100 columns, imports sorted."""
-    lint = "--select", "I,E,F", "--line-length", "100", "--config", "lint.isort.known-first-party=['tensorrt_llm']"
-    assert made.complaints(patched, patched, lint, columns=100) == made.complaints(original, patched, lint, columns=100)
+    assert made.complaints(patched, patched, LINT, columns=100) == made.complaints(original, patched, LINT, columns=100)
 
 
 WORKS = """
-import sys, types
+import importlib, sys
 from types import SimpleNamespace
 from tensorrt_llm._torch.models.modeling_auto import AutoModelForCausalLM
 from tensorrt_llm._torch.pyexecutor._util import get_kv_cache_manager_cls
@@ -136,11 +136,11 @@ def both(**fields):
     return AutoModelForCausalLM.from_config(config), get_kv_cache_manager_cls(config, 1, is_disagg=2)
 
 assert both() == both(mamba_replay={"mode": "off"}) == ("model", ("manager", 1, 2))
-assert not any(name.startswith("replayssm") for name in sys.modules)
+assert not any("replayssm." in name for name in sys.modules)
 
-from replayssm.integrations.trtllm import builtin, engine
-from replayssm.integrations.trtllm.register import register
-assert engine.built_in() and register() == []
+builtin = importlib.import_module(sys.argv[1])
+engine, register = (sys.modules[f"{builtin.__package__}.{name}"] for name in ("engine", "register"))
+assert engine.built_in() and register.register() == []
 seen = []
 builtin.built = lambda original, config: seen.append(("built", original(config), config.pretrained_config.replayssm["window"]))
 builtin.selected = lambda original, *args, **kwargs: seen.append(("selected", original(*args, **kwargs)))
@@ -150,7 +150,15 @@ assert seen == [("built", "model", 8), ("selected", ("manager", 1, 2))], seen
 
 
 def test_the_package_calls_what_the_field_asks_for(patched):
-    made.run(patched / "tensorrt_llm", "-c", WORKS)
+    made.run(patched / "tensorrt_llm", "-c", WORKS, ENTRY)
+
+
+@pytest.mark.slow
+def test_vendored_package_calls_its_copy(original, tmp_path):
+    patched = made.commit("trtllm", original, tmp_path, "--style", "vendor")
+    assert made.complaints(patched, patched, LINT, columns=100) == made.complaints(original, patched, LINT, columns=100)
+    without = f"import sys; sys.modules['replayssm'] = None\n{WORKS}"
+    made.run(patched / "tensorrt_llm", "-c", without, ENTRY.replace("replayssm", "tensorrt_llm._torch.replayssm_kernels", 1))
 
 
 def test_brought_test_passes(patched):

@@ -1,6 +1,6 @@
-"""Backend "replayssm": recurrent layers' calls on the Triton kernels of the package `replayssm`.
+"""Backend "replayssm": recurrent layers' calls on Triton kernels.
 
-It is imported by the first call that asks for the backend, and by no other.
+They are imported by the first call that asks for the backend, and by no other.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""ReplaySSM decode backends, whose kernels and pool come from the package `replayssm`.
+"""ReplaySSM decode backends for recurrent layers.
 
-It is imported in a process whose server chose a backend, and in no other.
+Kernels and pool are imported in a process whose server chose a backend, and in no other.
 """
 
 from __future__ import annotations

@@ -9,10 +9,7 @@ from .utils import StrictBaseModel
 
 
 class MambaReplayConfig(StrictBaseModel):
-    """Recurrent layers (Mamba-2, Gated DeltaNet, KDA) decode from a state and a ring of inputs.
-
-    The package `replayssm` must be installed.
-    """
+    """Recurrent layers (Mamba-2, Gated DeltaNet, KDA) decode from a state and a ring of inputs."""
 
     mode: Literal["require", "auto", "off"] = Field(
         default="require",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers' decode by the package `replayssm`, with `kv_cache_config.mamba_replay`.
+"""Recurrent layers' decode by ReplaySSM, with `kv_cache_config.mamba_replay`.
 
-The package is imported in processes whose configuration asks for it, and in no others.
+Its kernels are imported in processes whose configuration asks for it, and in no others.
 """
 
 import functools

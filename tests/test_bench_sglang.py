@@ -77,7 +77,7 @@ def test_commands_refuse_what_they_cannot_do(tmp_path):
         (["speed", "--model", "GPT"], "model: expected one of Qwen3.5-4B"),
         (["speed", "--mode", "fast"], "mode: expected one of stock"),
         (["parity", "--dtype", "fp8"], "dtype: expected one of float32"),
-        (["speed"], "expected a CUDA GPU"),
+        (["speed", "--tp", "2"], "expected a CUDA GPU"),
     ):
         done = CliRunner().invoke(app, ["bench", "sglang", *arguments, "--out", str(tmp_path / "out.json")])
         assert done.exit_code == 2 and said in done.stderr
@@ -90,10 +90,13 @@ def test_rows_are_written_as_measured_and_not_measured_again(tmp_path):
     path = tmp_path / "out.json"
     results = _Results(path, {"device": "none"})
     results.add({"model": "a", "batch": 1, "mode": "ours", "speculative": False, "ms_per_step": 1.5})
-    results.add({"model": "a", "batch": 1, "mode": "ours", "speculative": True, "ms_per_step": 1.0})
-    assert "speculative" not in json.loads(path.read_text())["rows"][0]
-    again = _Results(path, {})
-    assert again.has("a", 1, "ours", False) and again.has("a", 1, "ours", True) and not again.has("a", 2, "ours", False)
+    results.add({"model": "a", "batch": 1, "mode": "ours", "speculative": True, "tp": 2, "ms_per_step": 1.0})
+    written = json.loads(path.read_text())["rows"]
+    assert "speculative" not in written[0] and "tp" not in written[0] and written[1]["tp"] == 2
+    again, run = _Results(path, {}), {"model": "a", "batch": 1, "mode": "ours", "speculative": False, "tp": 1}
+    assert again.has(run) and again.has(run | {"speculative": True, "tp": 2})
+    for other in ({"batch": 2}, {"tp": 2}, {"speculative": True}):
+        assert not again.has(run | other)
 
 
 def test_processes_that_share_a_gpu_wait_for_all_and_measure_alone(tmp_path):

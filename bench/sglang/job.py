@@ -1,11 +1,12 @@
-"""One model in one mode, in a process of its own: `python -m replayssm.bench.sglang.job JOB`, which prints a line a result.
+"""One model in one mode, in processes of its own: `python -m replayssm.bench.sglang.job JOB`, which prints a line a result.
 
-JOB is JSON: "do" is "speed" or "parity", and the rest what the functions of that name take.
+JOB is JSON: "do" is "speed" or "parity", "tp" the number of GPUs, and the rest what the functions of that name take.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 MARK = "RESULT "
 
@@ -25,7 +28,7 @@ def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[lis
 
 def speed(
     folder: Path, options: list[str], batches: list[int], length: int, settle: int, steps: int, profiled: int, tokens: int,
-    device: str = "cuda", turns: dict[str, Any] | None = None,
+    device: str = "cuda", turns: dict[str, Any] | None = None, rank: int = 0,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row a batch: milliseconds per step, tokens per second, requests that fit.
 
@@ -34,13 +37,14 @@ def speed(
         settle, steps, profiled: see Meter.
         tokens: most that a request generates in a step.
         turns: this process's Turns, where others share the GPU.
+        rank: see Server; each rank measures itself.
     """
     from .meter import Meter
     from .requests import Request
     from .serving import Server
     from .turns import Turns
 
-    server = Server(folder, options)
+    server = Server(folder, options, rank)
     vocabulary = server.scheduler.model_config.vocab_size
     fit = min(server.scheduler.max_running_requests, server.pool.size)
     shared = None if turns is None else Turns(**turns)
@@ -60,37 +64,62 @@ def speed(
             server.run(requests, meter)
         yield {
             "batch": batch, "ms_per_step": meter.busy_ms, "wall_ms_per_step": meter.wall_ms,
-            "tokens_per_s": meter.tokens_per_s, "max_requests": fit,
+            "collectives_ms_per_step": meter.collectives_ms, "tokens_per_s": meter.tokens_per_s, "max_requests": fit,
+            "slot_bytes": server.slot_bytes,
         }  # fmt: skip
 
 
 def parity(
-    folder: Path, options: list[str], batches: list[int], tokens: int, prefix: int, fp32: bool
-) -> Iterator[dict[str, Any]]:
+    folder: Path, options: list[str], batches: list[int], tokens: int, prefix: int, fp32: bool, logits: bool = True,
+    rank: int = 0,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row a batch: every request's tokens, how likely the two likeliest were, and what befell it.
 
     Half of the requests begin with the same ``prefix`` tokens, as those of the batches before did: the prefix cache finds them.
+
+    Args:
+        fp32, rank: see Server.
+        logits: whether the answers tell how likely tokens were.
     """
     from .requests import Request
     from .serving import Server
 
-    server = Server(folder, options, fp32)
+    server = Server(folder, options, rank, fp32)
     vocabulary = server.scheduler.model_config.vocab_size
     shared = prompts(1, prefix, vocabulary)[0]
     for batch in batches:
         tails = prompts(batch, 24, vocabulary, batch)
         requests = [
-            Request([*shared, *tail] if i % 2 == 0 else tail[: 8 + i % 16], tokens, at=i % 5) for i, tail in enumerate(tails)
+            Request([*shared, *tail] if i % 2 == 0 else tail[: 8 + i % 16], tokens, at=i % 5, logits=logits)
+            for i, tail in enumerate(tails)
         ]
         answers = server.run(requests)
-        yield {"batch": batch, "answers": [asdict(one) for one in answers]}
+        yield {"batch": batch, "answers": [asdict(one) for one in answers], "slot_bytes": server.slot_bytes}
 
 
 def main() -> None:
     job = json.loads(sys.argv[1])
+    tp = job.pop("tp")
+    if tp == 1:
+        run(0, job)
+    else:
+        torch.multiprocessing.spawn(_last, (job,), nprocs=tp)
+
+
+def run(rank: int, job: dict[str, Any]) -> None:
+    """The job as one of its ranks; the first one prints."""
+    job = dict(job)
     do = {"speed": speed, "parity": parity}[job.pop("do")]
-    for row in do(folder=Path(job.pop("folder")), **job):
-        print(MARK + json.dumps(row), flush=True)
+    for row in do(folder=Path(job.pop("folder")), rank=rank, **job):
+        if rank == 0:
+            print(MARK + json.dumps(row), flush=True)
+
+
+def _last(rank: int, job: dict[str, Any]) -> None:
+    """Once the GPU is idle the process ends at once: NCCL's own end would wait for the graphs that hold its operations."""
+    run(rank, job)
+    torch.cuda.synchronize()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -25,14 +26,25 @@ GPU = (
 
 PROMPT = 64  # tokens
 PREFIX = 320  # tokens; SGLang keeps states every 256
+# What SGLang's own launcher sets, unless it is set already.
+NCCL = {"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
 
 # What rounding makes of log-probabilities: other activations of the last bit make others of it, layer by layer.
 TIES = {"float32": 2e-3, "bfloat16": 0.25}
 
 
+def parallel(tp: int) -> list[str]:
+    """SGLang's options for so many GPUs, which meet at a free port of this machine."""
+    if tp == 1:
+        return []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return [f"--tp-size={tp}", f"--nccl-port={free.getsockname()[1]}"]
+
+
 def speed(
     folder: Path, mode: str, batches: list[int], speculative: bool, settle: int, steps: int, profiled: int, memory: float,
-    turns: Turns | None = None,
+    turns: Turns | None = None, tp: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """The job that measures decode steps of a model whose weights do not matter; see job.speed.
 
@@ -46,26 +58,28 @@ def speed(
         shared = [f"--max-running-requests={most}", f"--max-total-tokens={room}"]
     chosen = [
         *GPU, "--load-format=dummy", "--dtype=bfloat16", "--disable-radix-cache", f"--mem-fraction-static={memory}",
-        "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, speculative),
+        "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, speculative), *parallel(tp),
         *(() if turns is None else shared),
     ]  # fmt: skip
     return {
-        "do": "speed", "folder": str(folder), "options": chosen, "batches": batches, "length": PROMPT, "settle": settle,
-        "steps": steps, "profiled": profiled, "tokens": tokens,
+        "do": "speed", "tp": tp, "folder": str(folder), "options": chosen, "batches": batches, "length": PROMPT,
+        "settle": settle, "steps": steps, "profiled": profiled, "tokens": tokens,
         "turns": None if turns is None else asdict(turns),
     }  # fmt: skip
 
 
-def parity(folder: Path, mode: str, batches: list[int], tokens: int, pool: int, dtype: str) -> dict[str, Any]:
+def parity(
+    folder: Path, mode: str, batches: list[int], tokens: int, pool: int, dtype: str, speculative: bool = False, tp: int = 1
+) -> dict[str, Any]:
     """The job that answers requests in a pool of so many tokens; see job.parity."""
     chosen = [
         *GPU, f"--dtype={dtype}", f"--max-total-tokens={pool}", "--schedule-conservativeness=0.3", "--mem-fraction-static=0.9",
         f"--max-running-requests={max(batches)}", f"--max-mamba-cache-size={8 * max(batches)}",
-        "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, False),
+        "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, speculative), *parallel(tp),
     ]  # fmt: skip
     return {
-        "do": "parity", "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens,
-        "prefix": min(PREFIX, pool // 4), "fp32": dtype == "float32",
+        "do": "parity", "tp": tp, "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens,
+        "prefix": min(PREFIX, pool // 4), "fp32": dtype == "float32", "logits": not speculative,
     }  # fmt: skip
 
 
@@ -88,7 +102,7 @@ def run(job: dict[str, Any], mode: str, site: Path | None, log: Path) -> Iterato
 
     Raises: RuntimeError: the process failed; the log's end says why.
     """
-    environment = os.environ | {"SGLANG_PLUGINS": "replayssm" if mode == OURS else "none", "HF_HUB_OFFLINE": "1"}
+    environment = NCCL | os.environ | {"SGLANG_PLUGINS": "replayssm" if mode == OURS else "none", "HF_HUB_OFFLINE": "1"}
     if site is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "replayssm.bench.sglang.job", json.dumps(job)]

@@ -31,6 +31,7 @@ class Meter:
 
     Attributes:
         wall_ms, busy_ms: per step; busy_ms is None where there is no GPU.
+        collectives_ms: of busy_ms, in operations with other GPUs, waiting for them included.
         tokens_per_s: by the clock.
     """
 
@@ -41,6 +42,7 @@ class Meter:
         self._generated, self._cuda, self._full = generated, device == "cuda", -1
         self.wall_ms: float | None = None
         self.busy_ms: float | None = None
+        self.collectives_ms: float | None = None
         self.tokens_per_s: float | None = None
 
     @property
@@ -65,7 +67,9 @@ class Meter:
         elif self._full == self.settle + self.steps + self.profiled and self._cuda:
             self._now()
             self._profile.stop()
-            self.busy_ms = union(_kernels(self._profile)) / self.profiled / 1e6
+            self.busy_ms, self.collectives_ms = (
+                union(_kernels(self._profile, name)) / self.profiled / 1e6 for name in ("", "nccl")
+            )
 
     def _now(self) -> float:
         if self._cuda:
@@ -73,8 +77,8 @@ class Meter:
         return time.perf_counter()
 
 
-def _kernels(profile: Any) -> Iterable[tuple[int, int]]:
-    """(start, length) in nanoseconds of all that ran on the device."""
+def _kernels(profile: Any, name: str) -> Iterable[tuple[int, int]]:
+    """(start, length) in nanoseconds of all that ran on the device and has this in its name."""
     for event in profile.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
+        if event.device_type() == torch.autograd.DeviceType.CUDA and name in event.name():
             yield event.start_ns(), event.duration_ns()

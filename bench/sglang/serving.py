@@ -25,12 +25,18 @@ from .requests import Answer, Request
 class Server:
     """One model, loaded once a process; answers lists of requests one after another.
 
+    Under tensor parallelism each rank's process has one, with the same options, and answers the same requests.
+
+    Args:
+        options: SGLang's, of the command line; with ``--tp-size`` also ``--nccl-port``, where ranks meet.
+        rank: this process's, and the number of its GPU.
+
     Attributes:
         scheduler: SGLang's.
         pool: its pool of recurrent states.
     """
 
-    def __init__(self, folder: Path, options: Sequence[str], fp32: bool = False):
+    def __init__(self, folder: Path, options: Sequence[str], rank: int = 0, fp32: bool = False):
         """Loads the model. ``fp32``: activations that not all of SGLang's kernels take."""
         load_plugins()
         if fp32:
@@ -41,11 +47,11 @@ class Server:
         ports = PortArgs.init_new(arguments)
         if "gpu_id" in inspect.signature(Scheduler.__init__).parameters:  # to 0.5.18
             publish(arguments, role="scheduler")
-            self.scheduler = Scheduler(arguments, ports, 0, 0, 0, 0, 0, 0, None)
+            self.scheduler = Scheduler(arguments, ports, rank, rank, 0, 0, 0, 0, None)  # of all ranks, GPU and tp_rank
         else:
             from sglang.srt.runtime_context import SpawnRanks
 
-            publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+            publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
             self.scheduler = Scheduler(arguments, ports)
         self.scheduler.request_receiver = self
         self.scheduler.output_streamer.send_to_detokenizer = self
@@ -63,6 +69,15 @@ class Server:
         self.scheduler.gracefully_exit = False
         self.scheduler.run_event_loop()
         return self._answers
+
+    @property
+    def slot_bytes(self) -> tuple[int, int] | None:
+        """What a slot of ReplaySSM takes of this rank's memory, as allocated and as its Layout says; None without ReplaySSM."""
+        replay = getattr(self.pool, "replay", None)
+        if replay is None:
+            return None
+        L, S = replay.state.buffers.state.shape[:2]
+        return sum(x.nbytes for x in replay.state.buffers if x is not None) // S, L * replay.layout.slot_bytes
 
     def generated(self) -> int:
         """Tokens so far of the requests that decode."""

@@ -20,12 +20,15 @@ app = typer.Typer(help="Whole models under SGLang, with and without ReplaySSM, o
 ENGINE = Path(".engines/sglang/sglang.tar.xz")
 CACHE = Path.home() / ".cache/replayssm/engines"
 Row = dict[str, Any]
+USUAL: Row = {"speculative": False, "tp": 1}
 
 Models = Annotated[list[str] | None, typer.Option("--model", help="May be repeated; default: all.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Requests that decode together; may be repeated.")]
 Modes = Annotated[list[str] | None, typer.Option("--mode", help="stock, native_replay or ours; may be repeated.")]
 Engine = Annotated[Path, typer.Option(help="What `stage` packed; where it is not there, the installed SGLang is used.")]
 Commit = Annotated[str | None, typer.Option(help="Commit to name in the header; default: REPLAYSSM_COMMIT or git's.")]
+Tp = Annotated[int, typer.Option(help="SGLang's --tp-size: GPUs that share each layer.")]
+Speculative = Annotated[bool, typer.Option(help="Chains of 4 tokens, guessed from the text so far.")]
 Extra = Annotated[list[str] | None, typer.Option("--option", help="A further option of SGLang, as --option=--log-level=debug.")]
 
 
@@ -47,7 +50,8 @@ def speed(
     model: Models = None,
     batch: Batches = None,
     mode: Modes = None,
-    speculative: Annotated[bool, typer.Option(help="Chains of 4 tokens, guessed from the text so far.")] = False,
+    speculative: Speculative = False,
+    tp: Tp = 1,
     out: Annotated[Path, typer.Option(help="JSON of rows; those in it already are not measured again.")] = Path("sglang.json"),
     settle: Annotated[int, typer.Option(help="Steps left out at first.")] = 40,
     steps: Annotated[int, typer.Option(help="Steps taken by the clock.")] = 128,
@@ -68,23 +72,27 @@ def speed(
     names, chosen, batches = model or list(shapes.MODELS), mode or list(modes.MODES), batch or [1, 16, 64, 256]
     _check("model", names, shapes.MODELS)
     _check("mode", chosen, modes.MODES)
-    site, device = _prepare(engine)
+    if side_by_side and tp > 1:
+        refuse(f"tp: expected 1 with --side-by-side, got {tp}: what waits for its turn would keep a GPU busy")
+    site, device = _prepare(engine, tp)
     results = _Results(out, machine(device, commit))
 
+    def run(name: str, one: str) -> Row:
+        return {"model": name, "mode": one, "speculative": speculative, "tp": tp}
+
     def measure(name: str, jobs: dict[str, Row], one: str) -> None:
-        log = out.with_suffix("") / f"{name}-{one}{'-speculative' * speculative}.log"
-        for row in _guarded(launch.run(jobs[one], one, site, log)):
-            results.add({"model": name, "mode": one, "speculative": speculative} | row)
+        for row in _guarded(launch.run(jobs[one], one, site, _log(out, run(name, one)))):
+            results.add(run(name, one) | row)
 
     for name in names:
         folder = shapes.write(name, out.with_suffix("") / name)
         jobs: dict[str, Row] = {}
         with TemporaryDirectory() as meeting:
-            left = {one: [b for b in batches if not results.has(name, b, one, speculative)] for one in chosen}
+            left = {one: [b for b in batches if not results.has(run(name, one) | {"batch": b})] for one in chosen}
             left = {one: some for one, some in left.items() if some and modes.exists(one, folder)}
             for number, (one, some) in enumerate(left.items()):
                 turns = Turns(meeting, number, len(left)) if side_by_side else None
-                jobs[one] = launch.speed(folder, one, some, speculative, settle, steps, profiled, memory, turns)
+                jobs[one] = launch.speed(folder, one, some, speculative, settle, steps, profiled, memory, turns, tp)
                 jobs[one]["options"] += option or []
             _all(partial(measure, name, jobs), jobs, together=side_by_side)
     results.print()
@@ -97,13 +105,18 @@ def parity(
     tokens: Annotated[int, typer.Option(help="Tokens of each request.")] = 512,
     pool: Annotated[int, typer.Option(help="Tokens that fit; fewer than the largest batch needs.")] = 16384,
     dtype: Annotated[str, typer.Option(help="bfloat16, or float32 where SGLang's kernels take it.")] = "bfloat16",
+    speculative: Speculative = False,
+    tp: Tp = 1,
     tie: Annotated[float | None, typer.Option(help="Log-probabilities closer than this tie; default: by dtype.")] = None,
     out: Annotated[Path, typer.Option(help="JSON of rows; models in it already are left out.")] = Path("sglang-parity.json"),
     option: Extra = None,
     engine: Engine = ENGINE,
     commit: Commit = None,
 ) -> None:  # fmt: skip
-    """Greedy tokens with and without ReplaySSM: small models with random weights, CUDA graphs, prefix hits, retraction."""
+    """Greedy tokens with and without ReplaySSM: small models with random weights, CUDA graphs, prefix hits, retraction.
+
+    With several GPUs or with speculation what is compared with is SGLang alone on one GPU, without speculation.
+    """
     from replayssm.bench.sglang import folders, launch, modes
     from replayssm.bench.timing import machine
 
@@ -111,23 +124,28 @@ def parity(
     _check("model", names, folders.SIZES)
     _check("dtype", [dtype], launch.TIES)
     tie = launch.TIES[dtype] if tie is None else tie
-    site, device = _prepare(engine)
+    site, device = _prepare(engine, tp)
     results = _Results(out, machine(device, commit))
 
-    def answer(folder: Path, runs: dict[str, list[Row]], one: str) -> None:
-        job = launch.parity(folder, one, batches, tokens, pool, dtype)
+    def answer(folder: Path, runs: list[Row], answers: dict[int, list[Row]], number: int) -> None:
+        run = runs[number]
+        job = launch.parity(folder, run["mode"], batches, tokens, pool, dtype, run["speculative"], run["tp"])
         job["options"] += option or []
-        runs[one] = list(_guarded(launch.run(job, one, site, folder.with_name(f"{folder.name}-{one}.log"))))
+        answers[number] = list(_guarded(launch.run(job, run["mode"], site, _log(out, run))))
 
     for name in names:
-        if all(results.has(name, b, modes.OURS, False) for b in batches):
+        stock: Row = {"model": name, "mode": modes.STOCK} | USUAL
+        runs = [{"model": name, "mode": mode, "speculative": speculative, "tp": tp} for mode in (modes.STOCK, modes.OURS)]
+        runs = [run for run in runs if run != stock and not all(results.has(run | {"batch": b}) for b in batches)]
+        if not runs:
             continue
         folder = folders.write(name, out.with_suffix("") / name, dtype, **folders.SIZES[name])
-        runs: dict[str, list[Row]] = {}
-        _all(partial(answer, folder, runs), (modes.STOCK, modes.OURS), together=True)
-        for stock, ours in zip(runs[modes.STOCK], runs[modes.OURS], strict=False):
-            found = launch.compared(stock["answers"], ours["answers"], tie)
-            results.add({"model": name, "batch": stock["batch"], "mode": modes.OURS, "dtype": dtype, "tie": tie} | found)
+        answers: dict[int, list[Row]] = {}
+        _all(partial(answer, folder, [stock, *runs], answers), range(len(runs) + 1), together=tp == 1)
+        for number, run in enumerate(runs, 1):
+            for one, other in zip(answers[0], answers[number], strict=False):
+                found = launch.compared(one["answers"], other["answers"], tie) | {"slot_bytes": other["slot_bytes"]}
+                results.add(run | {"batch": one["batch"], "dtype": dtype, "tie": tie} | found)
     results.print()
     if any(row["wrong"] for row in results.rows):
         raise typer.Exit(1)
@@ -139,7 +157,12 @@ def _check(what: str, given: list[str], known: Any) -> None:
             refuse(f"{what}: expected one of {', '.join(known)}, got {name!r}")
 
 
-def _prepare(engine: Path) -> tuple[Path | None, Any]:
+def _log(out: Path, run: Row) -> Path:
+    parts = [run["model"], run["mode"], *["speculative"] * run["speculative"], *[f"tp{run['tp']}"] * (run["tp"] > 1)]
+    return out.with_suffix("") / f"{'-'.join(parts)}.log"
+
+
+def _prepare(engine: Path, tp: int) -> tuple[Path | None, Any]:
     """SGLang's folder, and the GPU; refuses what cannot run here."""
     import torch
 
@@ -147,6 +170,8 @@ def _prepare(engine: Path) -> tuple[Path | None, Any]:
 
     if not torch.cuda.is_available():
         refuse("bench: expected a CUDA GPU, and torch finds none")
+    if not 1 <= tp <= torch.cuda.device_count():
+        refuse(f"tp: expected 1 ... {torch.cuda.device_count()}, the GPUs here, got {tp}")
     if engine.is_file():
         return launch.unpack(engine), torch.device("cuda")
     if engine != ENGINE:
@@ -154,7 +179,7 @@ def _prepare(engine: Path) -> tuple[Path | None, Any]:
     return None, torch.device("cuda")
 
 
-def _all(do: Callable[[str], None], names: Iterable[str], together: bool) -> None:
+def _all(do: Callable[[Any], None], names: Iterable[Any], together: bool) -> None:
     """Does it for every name, one after another or at the same time."""
     with ThreadPoolExecutor(None if together else 1) as pool:
         list(pool.map(do, names))
@@ -169,18 +194,17 @@ def _guarded(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 class _Results:
-    """Header and rows in a file, written with every row."""
+    """Header and rows in a file, written with every row; what a row does not say is as in USUAL, or does not apply."""
 
     def __init__(self, path: Path, header: Row) -> None:
         self.path, self.header, self._lock = path, header, Lock()
         self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
 
-    def has(self, model: str, batch: int, mode: str, speculative: bool) -> bool:
-        wanted = {"model": model, "batch": batch, "mode": mode}
-        return any(wanted.items() <= row.items() and row.get("speculative", False) == speculative for row in self.rows)
+    def has(self, wanted: Row) -> bool:
+        return any(wanted.items() <= (USUAL | row).items() for row in self.rows)
 
     def add(self, row: Row) -> None:
-        row = {key: value for key, value in row.items() if not (key == "speculative" and not value)}
+        row = {key: value for key, value in row.items() if value is not None and not (key in USUAL and value == USUAL[key])}
         with self._lock:
             self.rows.append(row)
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -83,6 +83,7 @@ def _platform() -> None:
     from sglang.kernels.ops.attention.fla import chunk
     from sglang.kernels.ops.mamba import causal_conv1d_triton
     from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.configs import update_config
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
     from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent
@@ -91,6 +92,7 @@ def _platform() -> None:
         setattr(mamba, name, getattr(causal_conv1d_triton, name))
         setattr(mamba, f"{name}_triton", getattr(causal_conv1d_triton, name))
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+    update_config.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config  # widens what its own CPU kernels shard
     latent.AttentionBackendRegistry.register("torch_native", lambda *_: latent.AttnForwardMethod.MLA)
 
     def gdn_prefill(q, k, v, g, beta, initial_state, initial_state_indices, cu_seqlens, inplace_update=True, **_):

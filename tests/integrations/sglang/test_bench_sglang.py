@@ -4,7 +4,7 @@ import pytest
 
 from replayssm.bench.sglang import launch, modes, shapes
 
-from .alone import alone
+from .alone import alone, together
 from .cpu_options import OPTIONS
 
 
@@ -19,13 +19,14 @@ def on_cpu(job):
     return job | {"options": [*OPTIONS, *kept]}
 
 
-def rows(job):
+def rows(job, rank=0):
     from replayssm.bench.sglang import job as jobs
 
     from . import cpu  # noqa: F401
 
     job = dict(job)
-    return list(getattr(jobs, job.pop("do"))(**job))
+    del job["tp"]
+    return list(getattr(jobs, job.pop("do"))(**job, rank=rank))
 
 
 def test_speed(models):
@@ -41,11 +42,13 @@ def test_speed(models):
 
 
 @pytest.mark.slow
-def test_parity(models):
-    stock, ours = (
-        alone(rows, on_cpu(launch.parity(models["nemotron-h"], mode, [1, 3], 12, 256, "float32")), plugins=plugins)
-        for mode, plugins in ((modes.STOCK, "none"), (modes.OURS, "replayssm"))
-    )
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parity(models, tp):
+    def job(mode, tp):
+        return on_cpu(launch.parity(models["nemotron-h"], mode, [1, 3], 12, 256, "float32", tp=tp))
+
+    stock = alone(rows, job(modes.STOCK, 1))
+    ours = together(tp, rows, job(modes.OURS, tp), plugins="replayssm")[0]
     for a, b, batch in zip(stock, ours, (1, 3), strict=True):
         found = launch.compared(a["answers"], b["answers"], launch.TIES["float32"])
         assert found["equal"] == found["requests"] == batch and found["tokens"] == 12 * batch

@@ -20,13 +20,13 @@ FEW_SLOTS = ("--max-running-requests", "2", "--disable-radix-cache")
 
 
 @functools.cache
-def expected(preset: str) -> list[list[int]]:
-    """Greedy tokens of transformers' own model for REQUESTS."""
+def expected(preset: str, **sizes: int) -> list[list[int]]:
+    """Greedy tokens of transformers' own model for REQUESTS, with ``sizes`` in place of some in SIZES."""
     import torch
 
     from replayssm.integrations.transformers import presets
 
-    model, _ = presets.build(preset, **SIZES[preset])
+    model, _ = presets.build(preset, **SIZES[preset] | sizes)
     model.generation_config.update(suppress_tokens=None, eos_token_id=None)
     prompts = [torch.tensor([list(request.prompt)]) for request in REQUESTS]
     return [

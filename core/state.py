@@ -458,9 +458,9 @@ class ReplayState:
         """The slots' requests are gone, also in the midst of a step, whose commit then passes them by.
 
         Rings are empty after it; checkpoints stay until ``load``, ``reset``, ``copy`` or ``import_`` gives the slot to a
-        request, which must come after the last layer of a step that was planned with the slot.
+        request, which must come after the last layer of a step that was planned with the slot. A slot may be named twice.
         """
-        self._checks.slots("slots", slots, distinct=True)
+        self._checks.slots("slots", slots)
         self._restart(slots, None)
 
     def export(self, slots: Tensor) -> Export:

@@ -273,7 +273,7 @@ def test_a_request_aborted_in_the_midst_of_a_step(case, backend):
     for one in given.values():
         one[0] = float("nan")
     o = run.state.step(0, plan, **{n: one.to(DEVICE) for n, one in given.items()}, **run.step_weights).cpu()
-    run.state.release(run.tensor([-1, 1]))
+    run.state.release(run.tensor([-1, 1, 1]))  # given to two requests that never ran
     run.state.load(run.tensor([1]), run.initial[:1][None].to(DEVICE))
     run.state.commit(plan)
     run.tokens[1], run.outputs[1] = [], []

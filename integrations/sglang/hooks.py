@@ -63,6 +63,7 @@ def register() -> list[str]:
         f"{names.KDA}.KDAKernelDispatcher.__init__": dispatch,
         f"{names.HYBRID_BACKEND}.update_mamba_state_after_mtp_verify": commit,
         names.COMMIT: accept,
+        names.ARRIVAL: arrive,
     } | dict.fromkeys(names.present(*names.DONATIONS), donate)
     after = [f"{names.GDN}.GDNAttnBackend.__init__", f"{names.KDA}.KDAAttnBackend.__init__", f"{names.MAMBA2_BACKEND}.__init__"]
     for target, hook in around.items():
@@ -143,6 +144,14 @@ def donate(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwar
     if replay is not None and slot is not None and not request_pool.enable_mamba_extra_buffer:
         replay.settle(slot.reshape(1))
     return original(self, req, *args, **kwargs)
+
+
+def arrive(original: Callable[..., None], self: Any, decode_req: Any) -> None:
+    """What a prefill server sent is in the request's slot: SGLang's state, without a read copy."""
+    original(self, decode_req)
+    replay, slot = replay_of(self.scheduler.req_to_token_pool), names.slot_of(decode_req.req)
+    if replay is not None and slot is not None and replay.layout.read is not None:
+        replay.received.append(slot.reshape(1))
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ DONATIONS = (
     "sglang.srt.mem_cache.unified_cache.components.mamba_component.MambaComponent.prepare_for_caching_req",
     "sglang.srt.mem_cache.mamba_radix_cache.MambaRadixCache.cache_finished_req",  # to 0.5.20
 )
+# Where a decode server takes over a request whose state has come from a prefill server; takes (queue, request).
+ARRIVAL = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 STATE_PARAMETERS = "sglang.srt.configs.mamba_utils.BaseLinearStateParams"
 REQUEST_POOL = "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool"

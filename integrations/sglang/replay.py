@@ -39,6 +39,7 @@ class Replay:
         layer: the layer that runs, counted in the pool's order; SGLang's kernels are not told.
         assigned: slots that SGLang gave to requests or to its prefix cache since the last batch began. Whatever fills them, a
             prefill, a copy, a transfer from another server or from the host, finds or leaves no record in their rings.
+        received: slots whose states came from another server since the last batch began, and have no read copy yet.
         accepted: how many drafts of the step being committed stay, and their numbers, where SGLang's commit is told more than
             the last one's number.
     """
@@ -55,6 +56,7 @@ class Replay:
         self._verified: dict[int, Plan] = {}
         self.layer = 0
         self.assigned: list[Tensor] = []
+        self.received: list[Tensor] = []
         self.accepted: tuple[Tensor, Tensor] | None = None
         self.weights_changed()
         if layout.format.stochastic:  # what a slot draws shall not be what its neighbour draws
@@ -68,13 +70,15 @@ class Replay:
     def begin(self) -> None:
         """A batch begins. Only here, on the stream that steps run on, are slots taken from their former requests: a step that
         was launched before may still hold them when SGLang assigns them anew."""
-        if not self.assigned:
-            return
-        for one in self.assigned:
+        for one in (*self.assigned, *self.received):
             if one.is_cuda:
                 one.record_stream(torch.cuda.current_stream(one.device))
-        self.state.release(live(torch.cat([one.reshape(-1) for one in self.assigned])))
+        if self.assigned:
+            self.state.release(live(torch.cat([one.reshape(-1) for one in self.assigned])))
+        for one in self.received:
+            self.loaded(one)
         self.assigned.clear()
+        self.received.clear()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 

@@ -119,8 +119,6 @@ def check(server_args: Any) -> Settings:
         value = getattr(server_args, name, None)
         if value not in (None, False):
             raise NotImplementedError(f"--{name.replace('_', '-')} {value}: not supported with {NAME}, {why}")
-    if settings.read and server_args.disaggregation_mode == "decode":
-        raise NotImplementedError(f"--{NAME}-read: not supported with --disaggregation-mode decode, which loads no read copy")
     device = getattr(server_args, "device", None)
     if device not in DEVICES or torch.version.hip:
         raise NotImplementedError(f"--device: {NAME} supports CUDA GPUs, got {'hip' if torch.version.hip else device}")

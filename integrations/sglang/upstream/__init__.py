@@ -156,6 +156,10 @@ EDITS = (
         "with --enable-metrics, what ReplaySSM did is shown with SGLang's own values",
         statement("replayssm.show(self)"), (IMPORT,),
     ),
+    _around(
+        "srt/disaggregation/decode.py", "DecodeTransferQueue._commit_transfer_to_req", "arrive",
+        "a state that comes from a prefill server gets its compact copy",
+    ),
 )  # fmt: skip
 
 

@@ -117,7 +117,6 @@ REFUSALS = [
     (("--linear-attn-backend", "replayssm"), "--linear-attn-backend replayssm: prefill is SGLang's"),
     ((*OURS, "--enable-linear-replayssm"), "--enable-linear-replayssm True: not supported with replayssm, it is SGLang's"),
     ((*OURS, "--linear-attn-verify-backend", "triton"), "--linear-attn-verify-backend triton: not supported"),
-    ((*OURS, "--disaggregation-mode", "decode", "--replayssm-read", "e4m3"), "--replayssm-read: not supported with --disagg"),
 ]
 
 

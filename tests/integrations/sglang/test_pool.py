@@ -112,6 +112,29 @@ def test_states_from_elsewhere():
     alone(fill, plugins="replayssm")
 
 
+def fill_and_copy():
+    """The same where decoding reads a copy of the state, which nobody sends."""
+    from types import SimpleNamespace
+
+    from replayssm.integrations.sglang import hooks
+    from tests.integrations.sglang.test_backends import Truth
+    from tests.integrations.sglang.units import Unit
+
+    unit = Unit("gdn", options=("--replayssm-read", "int8"))
+    unit.begin()
+    slot, truth = unit.reassign(2, 4), Truth(unit, 4)
+    queue = SimpleNamespace(scheduler=SimpleNamespace(req_to_token_pool=unit.pool))
+    hooks.arrive(lambda *_: None, queue, SimpleNamespace(req=SimpleNamespace(kv=SimpleNamespace(mamba_pool_idx=slot[0]))))
+    for _ in range(2):
+        inputs = unit.tokens(1)
+        for got, expected in zip(unit.decode([4], inputs), truth.token(inputs, 0), strict=True):
+            assert (got[0] - expected).norm() < 0.02 * expected.norm()
+
+
+def test_states_from_elsewhere_get_a_read_copy():
+    alone(fill_and_copy, plugins="replayssm")
+
+
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
 def test_a_requests_slot_in_every_version(version):
     from types import SimpleNamespace

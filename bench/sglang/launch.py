@@ -34,12 +34,26 @@ TIES = {"float32": 2e-3, "bfloat16": 0.25}
 
 
 def parallel(tp: int) -> list[str]:
-    """SGLang's options for so many GPUs, which meet at a free port of this machine."""
+    """SGLang's options for so many GPUs that share each layer."""
     if tp == 1:
         return []
+    return [f"--tp-size={tp}", f"--nccl-port={_port()}", "--enforce-disable-flashinfer-allreduce-fusion"]
+
+
+def apart() -> list[str]:
+    """SGLang's options for a server that prefills and one that decodes, beside --disaggregation-mode; see transfer."""
+    return [
+        f"--disaggregation-bootstrap-port={_port()}",
+        "--disaggregation-transfer-backend=nixl",
+        "--num-reserved-decode-tokens=16",
+    ]
+
+
+def _port() -> int:
+    """A free one of this machine, where processes meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return [f"--tp-size={tp}", f"--nccl-port={free.getsockname()[1]}"]
+        return free.getsockname()[1]
 
 
 def speed(

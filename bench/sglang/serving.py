@@ -5,6 +5,7 @@ Imports SGLang; whatever of it a process wants otherwise is arranged before.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from array import array
 from collections.abc import Callable, Sequence
@@ -20,6 +21,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from .requests import Answer, Request
+
+
+class _Done(Exception):
+    """Every request is answered."""
 
 
 class Server:
@@ -45,6 +50,11 @@ class Server:
             ["--model-path", str(folder), "--skip-tokenizer-init", "--grammar-backend=none", *options]
         )
         ports = PortArgs.init_new(arguments)
+        self._apart = arguments.disaggregation_mode != "null"
+        if self._apart:
+            from . import transfer
+
+            transfer.install()
         if "gpu_id" in inspect.signature(Scheduler.__init__).parameters:  # to 0.5.18
             publish(arguments, role="scheduler")
             self.scheduler = Scheduler(arguments, ports, rank, rank, 0, 0, 0, 0, None)  # of all ranks, GPU and tp_rank
@@ -67,7 +77,8 @@ class Server:
         self._answers = [Answer() for _ in requests]
         self._iteration, self._unfinished = -1, len(requests)
         self.scheduler.gracefully_exit = False
-        self.scheduler.run_event_loop()
+        with contextlib.suppress(_Done):
+            self.scheduler.run_event_loop()
         return self._answers
 
     @property
@@ -91,6 +102,8 @@ class Server:
         if self._each is not None:
             self._each(self._iteration, len(self.scheduler.running_batch.reqs))
         self.scheduler.gracefully_exit = not self._unfinished and self.scheduler.last_batch is None
+        if self._apart and self.scheduler.gracefully_exit:
+            raise _Done  # the loops of separate prefill and decode do not look before 0.5.23
         return [_tokenized(str(i), one) for i, one in enumerate(self._requests) if one.at == self._iteration]
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
@@ -118,5 +131,6 @@ def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:
     absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
     return TokenizedGenerateReqInput(
         rid=rid, input_ids=array("q", request.prompt), sampling_params=sampling, return_logprob=request.logits,
-        logprob_start_len=-1, top_logprobs_num=2 * request.logits, stream=False, **absent,
+        logprob_start_len=-1, top_logprobs_num=2 * request.logits, stream=False,
+        bootstrap_host="127.0.0.1", bootstrap_room=int(rid) + 1, **absent,
     )  # fmt: skip

@@ -135,16 +135,23 @@ def materialize(rows: Rows) -> Figure:
 
 
 def drift(rows: Rows) -> Figure:
-    """Drift: KL divergence from the fp32 state's logits over the position, a panel per model and a line per format."""
+    """Drift: KL divergence from the fp32 state's logits over the position, a panel per model and a line per format.
+
+    A colour is the format that readouts read, a style that of the state it comes from: solid where both are one copy.
+    """
     models = group(rows, "model")
     figure, axes = _panels([model for (model,) in models])
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["read"] or row["state"] for row in rows))}
+    separate = dict.fromkeys(row["state"] for row in rows if row["read"])
+    styles = {None: "-"} | dict(zip(separate, ("--", ":", "-."), strict=False))
     for at, of in zip(axes, models.values(), strict=True):
-        for (format,), line in group(of, "format").items():
+        for (format, state, read), line in group(of, "format", "state", "read").items():
             points = sorted((position(row), row["kl_mean"]) for row in line)
-            at.plot(*zip(*points, strict=True), marker="o", ms=3, label=format)
+            style = styles.get(state if read else None, "-.")
+            at.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colours[read or state], label=format)
         _powers(at, "tokens", map(position, of))
         at.set_yscale("log")
-        at.legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     axes[0].set_ylabel("mean KL divergence")
     return figure
 

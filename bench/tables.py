@@ -241,7 +241,10 @@ def engines(rows: Sequence[Row]) -> str:
     )  # fmt: skip
     lines = []
     for (name, speculative), modes in runs(rows).items():
-        fit = [next((str(row["max_requests"]) for row in modes[mode].values()), "-") for mode in (STOCK, OURS)]
+        fit = [
+            next((str(row["max_requests"]) for row in modes[mode].values() if "max_requests" in row), "-")
+            for mode in (STOCK, OURS)
+        ]
         for batch in sorted({batch for of in modes.values() for batch, row in of.items() if row.get("ms_per_step")}):
             stock, native, ours = (modes[mode].get(batch) for mode in (STOCK, NATIVE, OURS))
             pairs = (stock, "ms_per_step"), (native, "ms_per_step"), (stock, "wall_ms_per_step")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .checks import form
+from .checks import forms
 from .cursor import PLAN, Plan, flush_rule, phase
 from .layout import Layout, Traffic
 from .state import ReplayState
@@ -105,7 +105,8 @@ class Meter:
     def commit(self, plan: Plan, pending: Tensor, accepted: Tensor | None, backend: str) -> None:
         """Count what a commit kept, where the plan was ``pending`` [S] before it."""
         if backend == "triton":
-            key = B, _ = plan.rows.shape[0], form(accepted)
+            B = plan.rows.shape[0]
+            key = B, forms(accepted)
             self._kept(key, lambda: kernels.count.commit(B, self.totals, AT))(plan.rows, pending, accepted)
             return
         row = _columns(plan)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..configuration import DTYPES
 from ..layout import Layout
 from ..models import MODELS
 from ..parity import SCENARIOS, Entry, cells, implementations, rows, vectors, within
@@ -20,7 +21,6 @@ from ..recurrence import FAMILIES
 from .bench import PEERS, Commit, Json, Out, Peers
 from .refuse import refuse
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Heads and dimensions: small ones that the interpreter can run, and those of served models.
 SMALL = {name: (2, 2 if name.startswith("kda") else 1, 16, 32) for name in FAMILIES}
 SERVED = {"mamba2": "Nemotron-3-Super-120B-A12B", "gdn": "Qwen3.5-4B", "kda": "Kimi-Linear-48B-A3B"}

@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..configuration import DTYPES
 from ..layout import Layout
 from ..soak import Engine, Report, Setup, walk
 from .refuse import refuse
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def soak(

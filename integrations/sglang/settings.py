@@ -9,11 +9,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ... import Layout, Recurrence
+from ...configuration import DTYPES
 
 NAME = "replayssm"  # of the backend, of the plugin and of the key in --json-model-override-args
 # The attention kernels of SGLang that prefill read and write the pool's states as they are.
 POOL_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp16+sr": "float16"}
-U_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Settings(BaseModel):
@@ -45,7 +45,7 @@ class Settings(BaseModel):
             raise ValueError(f"window: expected at least the {T_max} draft tokens of a step, got {self.window}")
         return Layout(
             recurrence, H, G, V, K, W=self.window, T_max=T_max, state=checkpoint, read=self.read, act=act,
-            u=U_DTYPES[self.u] if self.u else None,
+            u=DTYPES[self.u] if self.u else None,
         )  # fmt: skip
 
 

@@ -15,23 +15,9 @@ from ... import GDN, KDA, MAMBA2, Recurrence
 from .cache import ReplayedState
 
 
-def _delta_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: ReplayedState,
-    cu_seqlens: Tensor | None = None,
-    **kwargs,
-) -> tuple[Tensor, ReplayedState]:
-    """One token of Gated DeltaNet or KDA: q, k, v [B, 1, H, ...], g and beta as the model computed them."""
-    if cu_seqlens is not None:
-        raise NotImplementedError("cu_seq_lens_q: packed sequences are not supported in decoding; pass a padded batch")
-    layout = initial_state.layout
-    shared = layout.H // layout.G  # the model repeated q and k for every value head of a group
-    o = initial_state.step(q=query[:, 0, ::shared], k=key[:, 0, ::shared], v=value[:, 0], b=beta[:, 0], a=g[:, 0])
-    return o[:, None], initial_state
+def _delta_step(*args, initial_state: ReplayedState, **kwargs) -> tuple[Tensor, ReplayedState]:
+    """One token of Gated DeltaNet or KDA, as ``_delta_verify`` takes it."""
+    return _delta_verify(initial_state, *args, **kwargs), initial_state
 
 
 def _kda_step(*args, **kwargs) -> tuple[Tensor, ReplayedState]:
@@ -51,7 +37,7 @@ def _delta_verify(
     cu_seqlens: Tensor | None = None,
     **kwargs,
 ) -> Tensor:
-    """A few tokens of Gated DeltaNet or KDA: q, k, v [B, T, H, ...], g and beta as the model computed them."""
+    """One token or a few of Gated DeltaNet or KDA: q, k, v [B, T, H, ...], g and beta as the model computed them."""
     if cu_seqlens is not None:
         raise NotImplementedError("cu_seq_lens_q: packed sequences are not supported in decoding; pass a padded batch")
     shared = state.layout.H // state.layout.G

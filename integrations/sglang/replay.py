@@ -54,6 +54,7 @@ class Replay:
         self.meter: Meter | None = self.state.meter if isinstance(self.state, Counted) else None
         self._A_of = [None if derived else one for one in self._A.unbind()]
         self._verified: dict[int, Plan] = {}
+        self._parts: dict[tuple[Plan, int], Plan] = {}
         self.layer = 0
         self.assigned: list[Tensor] = []
         self.received: list[Tensor] = []
@@ -121,8 +122,16 @@ class Replay:
             path = None
         elif path is not None:
             path = functional.pad(path, (0, self.layout.T_max - path.shape[1])).contiguous()
-        plan = dataclasses.replace(plan, rows=plan.rows[:B], tree=None if plan.tree is None else plan.tree[:B])
-        self.state.commit(plan, accepted, path)
+        self.state.commit(self._first(plan, B), accepted, path)
+
+    def _first(self, plan: Plan, B: int) -> Plan:
+        """The plan of its first B rows, one object each, by which the state finds what it keeps ready."""
+        if B == plan.rows.shape[0]:
+            return plan
+        if (plan, B) not in self._parts:
+            tree = None if plan.tree is None else plan.tree[:B]
+            self._parts[plan, B] = dataclasses.replace(plan, rows=plan.rows[:B], tree=tree)
+        return self._parts[plan, B]
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 

@@ -283,6 +283,9 @@ def mamba2():
     states = replay.state.materialize(slots)
     for (i, n), ring in truth.items():
         close(states[i, n], ring.materialize(0))
+    plan = replay._verified[len(rows)]
+    part = replay._first(plan, 2)
+    assert part is replay._first(plan, 2) and torch.equal(part.rows, plan.rows[:2]) and replay._first(plan, 3) is plan
 
 
 def test_mamba2():

@@ -54,17 +54,18 @@ def test_no_native_replay_for_mamba2(tmp_path):
         modes.options(modes.NATIVE, folder, False)
 
 
-def test_a_job_in_its_own_process_and_its_failure(tmp_path, monkeypatch):
-    """Result lines come one by one, the rest goes to the log; a failure says where to look."""
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_job_in_processes_of_its_own_and_its_failure(tp, tmp_path, monkeypatch):
+    """Result lines come one by one, the rest goes to the log; a failure says where to look, and no rank stays behind."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sglang.py").write_text("import sys; sys.exit('no sglang here')")
-    job = launch.parity(shapes.write("Qwen3.5-4B", tmp_path / "model"), modes.STOCK, [1], 4, 64, "float32")
-    with pytest.raises(RuntimeError, match="exit code 1.*no sglang here"):
+    job = launch.parity(shapes.write("Qwen3.5-4B", tmp_path / "model"), modes.STOCK, [1], 4, 64, "float32", tp=tp)
+    with pytest.raises(RuntimeError, match="exit code 1.*no sglang here" if tp == 1 else "exit code 1.*process . terminated"):
         list(launch.run(job, modes.STOCK, site, tmp_path / "log"))
     monkeypatch.setattr(launch, "MARK", "")
     (site / "sglang.py").write_text("print(7)\nimport os\nos._exit(0)")
-    assert list(launch.run(job, modes.STOCK, site, tmp_path / "log")) == [7]
+    assert list(launch.run(job, modes.STOCK, site, tmp_path / "log")) == [7] * tp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would measure")
@@ -78,6 +79,8 @@ def test_commands_refuse_what_they_cannot_do(tmp_path):
         (["speed", "--mode", "fast"], "mode: expected one of stock"),
         (["parity", "--dtype", "fp8"], "dtype: expected one of float32"),
         (["speed", "--tp", "2"], "expected a CUDA GPU"),
+        (["speed", "--tp", "2", "--side-by-side"], "tp: expected 1 with --side-by-side"),
+        (["parity", "--tp", "2", "--separate"], "separate: expected neither --tp nor --speculative"),
     ):
         done = CliRunner().invoke(app, ["bench", "sglang", *arguments, "--out", str(tmp_path / "out.json")])
         assert done.exit_code == 2 and said in done.stderr

@@ -1,6 +1,7 @@
 """One model in one mode, in processes of its own: `python -m replayssm.bench.sglang.job JOB`, which prints a line a result.
 
-JOB is JSON: "do" is "speed" or "parity", "tp" the number of GPUs, and the rest what the functions of that name take.
+JOB is JSON: "do" is "speed" or "parity", "processes" how many GPUs share the model, or, with "apart", have a server each,
+whose own options that lists; the rest is what the functions of that name take.
 """
 
 from __future__ import annotations
@@ -100,20 +101,27 @@ def parity(
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    tp = job.pop("tp")
-    if tp == 1:
+    if job["processes"] == 1:
         run(0, job)
     else:
-        torch.multiprocessing.spawn(_last, (job,), nprocs=tp)
+        torch.multiprocessing.spawn(_last, (job,), nprocs=job["processes"])
 
 
 def run(rank: int, job: dict[str, Any]) -> None:
-    """The job as one of its ranks; the first one prints."""
-    job = dict(job)
-    do = {"speed": speed, "parity": parity}[job.pop("do")]
-    for row in do(folder=Path(job.pop("folder")), rank=rank, **job):
-        if rank == 0:
+    """The job as one of its processes; the last one prints."""
+    for row in rows(rank, job):
+        if rank == job["processes"] - 1:
             print(MARK + json.dumps(row), flush=True)
+
+
+def rows(rank: int, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the job yields in one of its processes."""
+    given = {key: value for key, value in job.items() if key not in ("do", "folder", "processes", "apart")}
+    if job.get("apart"):
+        given["options"] = [*job["options"], *job["apart"][rank]]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"], rank = gpus[rank], 0
+    yield from {"speed": speed, "parity": parity}[job["do"]](folder=Path(job["folder"]), rank=rank, **given)
 
 
 def _last(rank: int, job: dict[str, Any]) -> None:

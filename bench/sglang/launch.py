@@ -25,6 +25,7 @@ GPU = (
 )  # fmt: skip
 
 PROMPT = 64  # tokens
+APART = {"prefill": 16, "decode": 11}  # windows of servers that share a request
 PREFIX = 320  # tokens; SGLang keeps states every 256
 # What SGLang's own launcher sets, unless it is set already.
 NCCL = {"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
@@ -76,23 +77,33 @@ def speed(
         *(() if turns is None else shared),
     ]  # fmt: skip
     return {
-        "do": "speed", "tp": tp, "folder": str(folder), "options": chosen, "batches": batches, "length": PROMPT,
+        "do": "speed", "processes": tp, "folder": str(folder), "options": chosen, "batches": batches, "length": PROMPT,
         "settle": settle, "steps": steps, "profiled": profiled, "tokens": tokens,
         "turns": None if turns is None else asdict(turns),
     }  # fmt: skip
 
 
 def parity(
-    folder: Path, mode: str, batches: list[int], tokens: int, pool: int, dtype: str, speculative: bool = False, tp: int = 1
-) -> dict[str, Any]:
-    """The job that answers requests in a pool of so many tokens; see job.parity."""
+    folder: Path, mode: str, batches: list[int], tokens: int, pool: int, dtype: str, speculative: bool = False, tp: int = 1,
+    separate: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The job that answers requests in a pool of so many tokens; see job.parity.
+
+    Args:
+        separate: one server prefills and another decodes, on a GPU each, and their windows differ.
+    """
     chosen = [
         *GPU, f"--dtype={dtype}", f"--max-total-tokens={pool}", "--schedule-conservativeness=0.3", "--mem-fraction-static=0.9",
         f"--max-running-requests={max(batches)}", f"--max-mamba-cache-size={8 * max(batches)}",
         "--cuda-graph-bs-decode", *map(str, batches), *options(mode, folder, speculative), *parallel(tp),
+        *(apart() if separate else ()),
     ]  # fmt: skip
+    each = [
+        [f"--disaggregation-mode={part}", *[f"--replayssm-window={window}"] * (mode == OURS)] for part, window in APART.items()
+    ]
     return {
-        "do": "parity", "tp": tp, "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens,
+        "do": "parity", "processes": len(each) if separate else tp, "apart": each if separate else None,
+        "folder": str(folder), "options": chosen, "batches": batches, "tokens": tokens,
         "prefix": min(PREFIX, pool // 4), "fp32": dtype == "float32", "logits": not speculative,
     }  # fmt: skip
 

@@ -35,6 +35,7 @@ class Server:
     Args:
         options: SGLang's, of the command line; with ``--tp-size`` also ``--nccl-port``, where ranks meet.
         rank: this process's, and the number of its GPU.
+        fp32: activations that not all of SGLang's kernels take.
 
     Attributes:
         scheduler: SGLang's.
@@ -42,7 +43,6 @@ class Server:
     """
 
     def __init__(self, folder: Path, options: Sequence[str], rank: int = 0, fp32: bool = False):
-        """Loads the model. ``fp32``: activations that not all of SGLang's kernels take."""
         load_plugins()
         if fp32:
             _prefer_torch()
@@ -66,6 +66,7 @@ class Server:
         self.scheduler.request_receiver = self
         self.scheduler.output_streamer.send_to_detokenizer = self
         self.pool = self.scheduler.req_to_token_pool.mamba_pool
+        self._rooms = 0
 
     def run(self, requests: Sequence[Request], each: Callable[[int, int], None] | None = None) -> list[Answer]:
         """The answers, in the order of the requests.
@@ -73,6 +74,7 @@ class Server:
         Args:
             each: called before each of the scheduler's iterations with its number and that of requests that decode.
         """
+        self._rooms += len(requests)
         self._requests, self._each = requests, each
         self._answers = [Answer() for _ in requests]
         self._iteration, self._unfinished = -1, len(requests)
@@ -104,7 +106,8 @@ class Server:
         self.scheduler.gracefully_exit = not self._unfinished and self.scheduler.last_batch is None
         if self._apart and self.scheduler.gracefully_exit:
             raise _Done  # the loops of separate prefill and decode do not look before 0.5.23
-        return [_tokenized(str(i), one) for i, one in enumerate(self._requests) if one.at == self._iteration]
+        new = [(i, one) for i, one in enumerate(self._requests) if one.at == self._iteration]
+        return [_tokenized(str(i), self._rooms - i, one) for i, one in new]
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         """In place of the detokenizer's process."""
@@ -125,12 +128,13 @@ def _prefer_torch() -> None:
                 kind.forward_cuda = kind.forward_native
 
 
-def _tokenized(rid: str, request: Request) -> TokenizedGenerateReqInput:
+def _tokenized(rid: str, room: int, request: Request) -> TokenizedGenerateReqInput:
+    """With a number of its own, by which a prefill and a decode server know a request."""
     sampling = SamplingParams(max_new_tokens=request.tokens, temperature=0, ignore_eos=request.reserved)
     sampling.normalize(None)
     absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
     return TokenizedGenerateReqInput(
         rid=rid, input_ids=array("q", request.prompt), sampling_params=sampling, return_logprob=request.logits,
         logprob_start_len=-1, top_logprobs_num=2 * request.logits, stream=False,
-        bootstrap_host="127.0.0.1", bootstrap_room=int(rid) + 1, **absent,
+        bootstrap_host="127.0.0.1", bootstrap_room=room, **absent,
     )  # fmt: skip

@@ -121,6 +121,9 @@ class Sender(FakeKVSender):
         super().init(num_kv_indices, aux_index)
         self.aux = aux_index
 
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
         self.kv_mgr.send(self.room, kv_indices, state_indices, self.aux)
         self.has_sent = state_indices is not None

@@ -20,7 +20,7 @@ app = typer.Typer(help="Whole models under SGLang, with and without ReplaySSM, o
 ENGINE = Path(".engines/sglang/sglang.tar.xz")
 CACHE = Path.home() / ".cache/replayssm/engines"
 Row = dict[str, Any]
-USUAL: Row = {"speculative": False, "tp": 1}
+USUAL: Row = {"speculative": False, "tp": 1, "separate": False}
 
 Models = Annotated[list[str] | None, typer.Option("--model", help="May be repeated; default: all.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Requests that decode together; may be repeated.")]
@@ -78,7 +78,7 @@ def speed(
     results = _Results(out, machine(device, commit))
 
     def run(name: str, one: str) -> Row:
-        return {"model": name, "mode": one, "speculative": speculative, "tp": tp}
+        return {"model": name, "mode": one} | USUAL | {"speculative": speculative, "tp": tp}
 
     def measure(name: str, jobs: dict[str, Row], one: str) -> None:
         for row in _guarded(launch.run(jobs[one], one, site, _log(out, run(name, one)))):
@@ -107,6 +107,9 @@ def parity(
     dtype: Annotated[str, typer.Option(help="bfloat16, or float32 where SGLang's kernels take it.")] = "bfloat16",
     speculative: Speculative = False,
     tp: Tp = 1,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="A server prefills, another decodes, a GPU each, with different windows.")
+    ] = False,
     tie: Annotated[float | None, typer.Option(help="Log-probabilities closer than this tie; default: by dtype.")] = None,
     out: Annotated[Path, typer.Option(help="JSON of rows; models in it already are left out.")] = Path("sglang-parity.json"),
     option: Extra = None,
@@ -115,7 +118,7 @@ def parity(
 ) -> None:  # fmt: skip
     """Greedy tokens with and without ReplaySSM: small models with random weights, CUDA graphs, prefix hits, retraction.
 
-    With several GPUs or with speculation what is compared with is SGLang alone on one GPU, without speculation.
+    With several GPUs or with speculation what is compared with is SGLang alone in one server on one GPU, without speculation.
     """
     from replayssm.bench.sglang import folders, launch, modes
     from replayssm.bench.timing import machine
@@ -123,25 +126,28 @@ def parity(
     names, batches = model or list(folders.SIZES), batch or [1, 7, 64]
     _check("model", names, folders.SIZES)
     _check("dtype", [dtype], launch.TIES)
+    if separate and (tp > 1 or speculative):
+        refuse("separate: expected neither --tp nor --speculative with it")
     tie = launch.TIES[dtype] if tie is None else tie
-    site, device = _prepare(engine, tp)
+    site, device = _prepare(engine, 2 if separate else tp)
     results = _Results(out, machine(device, commit))
 
     def answer(folder: Path, runs: list[Row], answers: dict[int, list[Row]], number: int) -> None:
         run = runs[number]
-        job = launch.parity(folder, run["mode"], batches, tokens, pool, dtype, run["speculative"], run["tp"])
+        job = launch.parity(folder, run["mode"], batches, tokens, pool, dtype, run["speculative"], run["tp"], run["separate"])
         job["options"] += option or []
         answers[number] = list(_guarded(launch.run(job, run["mode"], site, _log(out, run))))
 
     for name in names:
         stock: Row = {"model": name, "mode": modes.STOCK} | USUAL
-        runs = [{"model": name, "mode": mode, "speculative": speculative, "tp": tp} for mode in (modes.STOCK, modes.OURS)]
+        more = {"speculative": speculative, "tp": tp, "separate": separate}
+        runs = [{"model": name, "mode": mode} | more for mode in (modes.STOCK, modes.OURS)]
         runs = [run for run in runs if run != stock and not all(results.has(run | {"batch": b}) for b in batches)]
         if not runs:
             continue
         folder = folders.write(name, out.with_suffix("") / name, dtype, **folders.SIZES[name])
         answers: dict[int, list[Row]] = {}
-        _all(partial(answer, folder, [stock, *runs], answers), range(len(runs) + 1), together=tp == 1)
+        _all(partial(answer, folder, [stock, *runs], answers), range(len(runs) + 1), together=tp == 1 and not separate)
         for number, run in enumerate(runs, 1):
             for one, other in zip(answers[0], answers[number], strict=False):
                 found = launch.compared(one["answers"], other["answers"], tie) | {"slot_bytes": other["slot_bytes"]}
@@ -158,7 +164,11 @@ def _check(what: str, given: list[str], known: Any) -> None:
 
 
 def _log(out: Path, run: Row) -> Path:
-    parts = [run["model"], run["mode"], *["speculative"] * run["speculative"], *[f"tp{run['tp']}"] * (run["tp"] > 1)]
+    parts = [
+        run["model"],
+        run["mode"],
+        *[f"{key}-{value}" for key, value in run.items() if key in USUAL and value != USUAL[key]],
+    ]
     return out.with_suffix("") / f"{'-'.join(parts)}.log"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's experts would be compiled by C++, longer than they run
 os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as the models
+os.environ["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"  # it waits for a GPU's events
 
 import torch
 import triton.language as tl

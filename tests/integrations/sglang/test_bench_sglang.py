@@ -24,9 +24,7 @@ def rows(job, rank=0):
 
     from . import cpu  # noqa: F401
 
-    job = dict(job)
-    del job["tp"]
-    return list(getattr(jobs, job.pop("do"))(**job, rank=rank))
+    return list(jobs.rows(rank, job))
 
 
 def test_speed(models):
@@ -42,13 +40,13 @@ def test_speed(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_parity(models, tp):
-    def job(mode, tp):
-        return on_cpu(launch.parity(models["nemotron-h"], mode, [1, 3], 12, 256, "float32", tp=tp))
+@pytest.mark.parametrize("more", [{}, {"tp": 2}, {"separate": True}], ids=["one", "tp", "separate"])
+def test_parity(models, more):
+    def job(mode, **more):
+        return on_cpu(launch.parity(models["nemotron-h"], mode, [1, 3], 12, 256, "float32", **more))
 
-    stock = alone(rows, job(modes.STOCK, 1))
-    ours = together(tp, rows, job(modes.OURS, tp), plugins="replayssm")[0]
+    stock, many = alone(rows, job(modes.STOCK)), job(modes.OURS, **more)
+    ours = together(many["processes"], rows, many, plugins="replayssm")[-1]
     for a, b, batch in zip(stock, ours, (1, 3), strict=True):
         found = launch.compared(a["answers"], b["answers"], launch.TIES["float32"])
         assert found["equal"] == found["requests"] == batch and found["tokens"] == 12 * batch

@@ -70,8 +70,8 @@ def _with_literal(lists: cst.Parameters, value: str) -> cst.Parameters:
     (parameter,) = m.findall(lists, m.Param(name=m.Name(ARGUMENT)))
     for literal in m.findall(parameter, m.Subscript(value=m.Name("Literal"))):
         element = cst.SubscriptElement(cst.Index(cst.SimpleString(f'"{value}"')))
-        values = extended(literal.slice, element)  # type: ignore[attr-defined]
-        lists = lists.deep_replace(literal, literal.with_changes(slice=values))  # type: ignore[assignment]
+        values = extended(cst.ensure_type(literal, cst.Subscript).slice, element)
+        lists = cst.ensure_type(lists.deep_replace(literal, literal.with_changes(slice=values)), cst.Parameters)
     return lists
 
 

@@ -82,16 +82,24 @@ def changed(root: Path) -> list[str]:
 def package(recipe: Recipe, patched: Path, root: Path) -> Path:
     """The installed package with the commit's files in the place of its own."""
     source: Source = locate(patched, recipe)
-    shutil.copytree(
-        installed(recipe), root / recipe.package, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for file in changed(patched):
-        if file.startswith(f"{source.package}/"):
-            to = root / recipe.package / Path(file).relative_to(source.package)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            to.unlink(missing_ok=True)
-            shutil.copy(patched / file, to)
+    ours = [Path(file).relative_to(source.package) for file in changed(patched) if file.startswith(f"{source.package}/")]
+    _linked(installed(recipe), root / recipe.package, ours)
+    for file in ours:
+        to = root / recipe.package / file
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(patched / source.package / file, to)
     return root / recipe.package
+
+
+def _linked(source: Path, to: Path, without: Iterable[Path]) -> None:
+    """Links to what the source holds but some files, whose folders are real ones."""
+    to.mkdir()
+    for one in source.iterdir():
+        below = [Path(*file.parts[1:]) for file in without if file.parts[0] == one.name]
+        if below and one.is_dir():
+            _linked(one, to / one.name, [file for file in below if file.parts])
+        elif not below and one.name != "__pycache__":
+            (to / one.name).symlink_to(one)
 
 
 def run(package: Path, *command: str, **environment: str) -> None:
@@ -99,7 +107,7 @@ def run(package: Path, *command: str, **environment: str) -> None:
     search = os.pathsep.join(filter(None, (str(package.parent), str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=package.parent,
-        env=os.environ | {"PYTHONPATH": search, "TRITON_INTERPRET": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1"} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

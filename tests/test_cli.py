@@ -213,7 +213,7 @@ def test_book_is_ascii_prose():
     [
         (
             ["--model", "gpt-2"],
-            "model: expected a preset (qwen3.5, qwen3-next, nemotron-h, mamba2, kimi-linear, glm5-next)",
+            "model: expected a preset (tiny-gdn, tiny-kda, tiny-mamba2, qwen3.5, qwen3-next, ",
         ),
         (["--model", "/nonexistent"], "model: expected a preset"),
         (["--window", "0"], "window: expected an integer >= 1, got 0"),

@@ -46,8 +46,8 @@ def every():
         "verify": {"header": HEADER, "rows": [row(T=T, us=50.0 + T, one_step_us=80.0) for T in (1, 4)]},
         "materialize": {"header": HEADER, "rows": [row(op=op, count=n) for op in ("materialize", "fold") for n in (0, 8)]},
         "drift": {"header": HEADER, "rows": [
-            {"model": "m", "format": f, "state": f, "read": None, "position": p, "kl_mean": k, "kl_p99": 9 * k, "top1": 0.5, "loss": 2.0, "recall": None,
-             "state_error": [k, 2 * k]}
+            {"model": "m", "format": f, "state": f, "read": None, "position": p, "kl_mean": k, "kl_p99": 9 * k,
+             "top1": 0.5, "loss": 2.0, "recall": None, "state_error": [k, 2 * k]}
             for f, p, k in (("nvfp4", 1024, 1e-2), ("nvfp4", [1024, 2048], 2e-2), ("e4m3", 1024, 1e-3))
         ], "conventional": [{"model": "m", "position": [1024, 2048], "loss": 1.25}]},
         "sglang": {"header": HEADER, "rows": [

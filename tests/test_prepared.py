@@ -102,6 +102,11 @@ def test_good_tensors_do_not_hide_bad_ones(spoil, message, backend):
         run.state.plan(slots.float())
     with pytest.raises(ValueError, match=r"accepted: expected \[2\]"):
         run.state.commit(plan, slots[:1])
+    run.state.commit(plan)
+    ends = run.tensor([0, 1, 1])
+    run.state.plan(slots, cu_seqlens=ends)
+    with pytest.raises(ValueError, match="t: expected to be left alone with cu_seqlens"):
+        run.state.plan(slots, t=0, cu_seqlens=ends)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,6 +130,23 @@ def test_tensors_of_many_forms(backend):
         assert torch.equal(*out)
     for a, b in zip(one.state.buffers, other.state.buffers, strict=True):
         assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_what_is_launched_again_is_what_triton_would_choose(monkeypatch):
+    """At every launch, by its own look at the arguments."""
+    chosen, calls, launch = {}, [], Prepared._launch
+
+    def checked(self, args):
+        named = args if self.named is None else self.named(*args)
+        found = self.kernel.run(*named, *self.settled, grid=self.grid, warmup=True, **self.constants)
+        assert chosen.setdefault(self, found) is found
+        calls.append(self)
+        launch(self, args)
+
+    monkeypatch.setattr(Prepared, "_launch", checked)
+    test_tensors_of_many_forms("triton")
+    assert len(calls) > 2 * len(chosen)
 
 
 @pytest.mark.gpu

@@ -210,6 +210,17 @@ def rows(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize > 1 else x.view(torch.uint8)
 
 
+def sliced(layout: Layout, x: dict[str, Tensor | None], part: int, parts: int) -> dict[str, Tensor | None]:
+    """What a rank sees of tokens or weights of all heads."""
+    found = {}
+    for name, one in x.items():
+        n = layout.G if name in ("q", "k") else layout.H
+        dim = 1 if name in ("q", "k", "v", "a", "b") else 0
+        size = max(1, n // parts)
+        found[name] = None if one is None else one.narrow(dim, part * n // parts, size).contiguous()
+    return found
+
+
 def fill_nan(x: Tensor) -> None:
     """NaN in every element; integers, which have none, are read with a scale that is NaN."""
     x.fill_(float("nan") if x.is_floating_point() else 0x7F)

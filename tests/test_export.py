@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from replayssm import Conv, Export, ReplayState
-from replayssm.layout import STORED, Layout
+from replayssm.layout import STORED
 from tests.cases import FAMILY, Case, inputs, weights
-from tests.harness import DEVICE, Requests, rows
+from tests.harness import DEVICE, Requests, rows, sliced
 
 B, LAYERS = 3, 2
 
@@ -225,17 +225,6 @@ def test_merge_takes_shard_back(name, formats, G, parts):
     if parts == 8:
         halves = [Export.merge(half, max(1, one.layout.G // 2), conv) for half in (shards[:4], shards[4:])]
         assert all(equal(x, y) for x, y in zip(halves, one.shard(2, conv), strict=True))
-
-
-def sliced(layout: Layout, x: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, torch.Tensor]:
-    """What a rank sees of tokens or weights of all heads."""
-    found = {}
-    for name, one in x.items():
-        n = layout.G if name in ("q", "k") else layout.H
-        dim = 1 if name in ("q", "k", "v", "a", "b") else 0
-        size = max(1, n // parts)
-        found[name] = None if one is None else one.narrow(dim, part * n // parts, size).contiguous()
-    return found
 
 
 @pytest.mark.parametrize("G", [1, 2])

@@ -147,7 +147,7 @@ def parity(
             continue
         folder = folders.write(name, out.with_suffix("") / name, dtype, **folders.SIZES[name])
         answers: dict[int, list[Row]] = {}
-        _all(partial(answer, folder, [stock, *runs], answers), range(len(runs) + 1), together=tp == 1 and not separate)
+        _all(partial(answer, folder, [stock, *runs], answers), range(len(runs) + 1), together=tp == 1)
         for number, run in enumerate(runs, 1):
             for one, other in zip(answers[0], answers[number], strict=False):
                 found = launch.compared(one["answers"], other["answers"], tie) | {"slot_bytes": other["slot_bytes"]}

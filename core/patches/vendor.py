@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from importlib.util import find_spec, resolve_name
 from pathlib import Path, PurePosixPath
 
@@ -50,14 +51,16 @@ def vendored(entry: str, into: str, columns: int, data: Sequence[str] = ()) -> d
         data: further files, relative to this package.
 
     Raises:
-        NotImplementedError: without ruff, which formats the copies.
+        NotImplementedError: without ruff, which formats the copies; ModuleNotFoundError: there is no such entry.
     """
     if find_spec("ruff") is None:
         raise NotImplementedError("style vendor: expected ruff, which formats the copies, got none; pip install ruff")
+    if _source(entry) is None:
+        raise ModuleNotFoundError(f"entry: expected a module of {OURS}, got {entry}")
     modules = _closure(entry).values()
     texts = {path: HEAD + (_renamed(text, into) if OURS in text else text) for path, text in modules}
     texts = _formatted(texts, columns, into.partition(".")[0])
-    return texts | {path: resources.files(OURS).joinpath(path).read_text() for path in data}
+    return texts | {path: _file(PurePosixPath(path)).read_text() for path in data}
 
 
 def _closure(entry: str) -> dict[str, tuple[str, str]]:
@@ -79,9 +82,17 @@ def _source(name: str) -> tuple[str, str] | None:
         return None
     path = PurePosixPath(*name.split(".")[1:])
     for one in (path / "__init__.py", path.with_suffix(".py") if path.name else path / "__init__.py"):
-        if (file := resources.files(OURS).joinpath(str(one))).is_file():
+        if (file := _file(one)).is_file():
             return str(one), file.read_text()
     return None
+
+
+def _file(path: PurePosixPath) -> Traversable:
+    """A file of this package; installed in place, its ``integrations`` lie in a folder of their own."""
+    part = "integrations"
+    if path.parts[0] == part:
+        return resources.files(f"{OURS}.{part}").joinpath(*path.parts[1:])
+    return resources.files(OURS).joinpath(*path.parts)
 
 
 def _imports(name: str, path: str, text: str) -> Iterator[str]:

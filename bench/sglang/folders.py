@@ -53,6 +53,7 @@ def write(preset: str, folder: Path, dtype: str = "float32", **sizes: Any) -> Pa
     config = folder / "config.json"
     more = {"eos_token_id": None, "torch_dtype": dtype, "dtype": dtype}
     config.write_text(json.dumps(published(json.loads(config.read_text())) | more, indent=1))
+    (folder / "generation_config.json").unlink(missing_ok=True)  # SGLang would take its end token
     weights = folder / "model.safetensors"
     save_file({_dense(name): tensor for name, tensor in load_file(weights).items()}, weights)
     return folder

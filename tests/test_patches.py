@@ -378,6 +378,7 @@ def test_vendored(tmp_path):
     texts = vendored("replayssm.state", "engine.kernels", columns=88)
     assert {"__init__.py", "state.py", "kernels/decode.py"} <= set(texts)
     assert not {"doctor.py", "reference.py", "cli/app.py"} & set(texts), "what no entry imports"
+    assert "torch.ops.engine_kernels.plan(" in texts["state.py"] and "torch.ops.replayssm.plan(" not in texts["state.py"]
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").touch()
     for file, text in texts.items():

@@ -124,3 +124,14 @@ def test_processes_that_share_a_gpu_wait_for_all_and_measure_alone(tmp_path):
     with ThreadPoolExecutor() as pool:
         list(pool.map(measure, range(4)))
     assert begun == [4] * 3
+
+
+def test_a_process_that_fails_is_remembered(tmp_path):
+    from replayssm.cli.bench_sglang import _Results
+
+    def rows():
+        yield {"batch": 1}
+        raise RuntimeError("out of memory")
+
+    results = _Results(tmp_path / "out.json", {})
+    assert not results.failed and list(results.guarded(rows())) == [{"batch": 1}] and results.failed

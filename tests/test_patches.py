@@ -389,6 +389,15 @@ def test_vendored(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_vendored_entries_of_integrations():
+    """Also where the package is installed in place, whose integrations lie in a folder of their own; never none of it."""
+    pytest.importorskip("ruff")
+    texts = vendored("replayssm.integrations.flashinfer.configuration", "engine.kernels", columns=88)
+    assert "integrations/flashinfer/configuration.py" in texts
+    with pytest.raises(ModuleNotFoundError, match="entry: expected a module .* got replayssm.integrations.no_engine"):
+        vendored("replayssm.integrations.no_engine", "engine.kernels", columns=88)
+
+
 def test_vendored_needs_ruff(monkeypatch):
     monkeypatch.setattr("replayssm.patches.vendor.find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match="style vendor: expected ruff, .* got none; pip install ruff"):

@@ -17,6 +17,7 @@ it is the package's own integrations/transformers/book.txt.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import html
@@ -143,4 +144,6 @@ SOURCES: dict[str, tuple[Callable[[str, Path], str], str, Callable[[Path], str]]
 }
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "training/text"))
+    parser = argparse.ArgumentParser(prog="python -m training.data", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("training/text"), help="to fill; default: training/text")
+    main(parser.parse_args().folder)

@@ -64,7 +64,10 @@ def speed(
     engine: Engine = ENGINE,
     commit: Commit = None,
 ) -> None:  # fmt: skip
-    """Milliseconds per decode step, by the clock and busy on the GPU, with dummy weights: one process a model and mode."""
+    """Milliseconds per decode step, by the clock and busy on the GPU, with dummy weights: one process a model and mode.
+
+    Exit code 0, 1 where a process failed, or 2 for bad input.
+    """
     from replayssm.bench.sglang import launch, modes, shapes
     from replayssm.bench.sglang.turns import Turns
     from replayssm.bench.timing import machine
@@ -81,7 +84,7 @@ def speed(
         return {"model": name, "mode": one} | USUAL | {"speculative": speculative, "tp": tp}
 
     def measure(name: str, jobs: dict[str, Row], one: str) -> None:
-        for row in _guarded(launch.run(jobs[one], one, site, _log(out, run(name, one)))):
+        for row in results.guarded(launch.run(jobs[one], one, site, _log(out, run(name, one)))):
             results.add(run(name, one) | row)
 
     for name in names:
@@ -89,13 +92,18 @@ def speed(
         jobs: dict[str, Row] = {}
         with TemporaryDirectory() as meeting:
             left = {one: [b for b in batches if not results.has(run(name, one) | {"batch": b})] for one in chosen}
-            left = {one: some for one, some in left.items() if some and modes.exists(one, folder)}
+            for one in [one for one in left if not modes.exists(one, folder)]:
+                Console(stderr=True).print(f"{name}: left out: SGLang has no {one} for it")
+                del left[one]
+            left = {one: some for one, some in left.items() if some}
             for number, (one, some) in enumerate(left.items()):
                 turns = Turns(meeting, number, len(left)) if side_by_side else None
                 jobs[one] = launch.speed(folder, one, some, speculative, settle, steps, profiled, memory, turns, tp)
                 jobs[one]["options"] += option or []
             _all(partial(measure, name, jobs), jobs, together=side_by_side)
     results.print()
+    if results.failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -136,7 +144,7 @@ def parity(
         run = runs[number]
         job = launch.parity(folder, run["mode"], batches, tokens, pool, dtype, run["speculative"], run["tp"], run["separate"])
         job["options"] += option or []
-        answers[number] = list(_guarded(launch.run(job, run["mode"], site, _log(out, run))))
+        answers[number] = list(results.guarded(launch.run(job, run["mode"], site, _log(out, run))))
 
     for name in names:
         stock: Row = {"model": name, "mode": modes.STOCK} | USUAL
@@ -153,7 +161,7 @@ def parity(
                 found = launch.compared(one["answers"], other["answers"], tie) | {"slot_bytes": other["slot_bytes"]}
                 results.add(run | {"batch": one["batch"], "dtype": dtype, "tie": tie} | found)
     results.print()
-    if any(row["wrong"] for row in results.rows):
+    if results.failed or any(row["wrong"] for row in results.rows):
         raise typer.Exit(1)
 
 
@@ -195,20 +203,20 @@ def _all(do: Callable[[Any], None], names: Iterable[Any], together: bool) -> Non
         list(pool.map(do, names))
 
 
-def _guarded(rows: Iterator[Row]) -> Iterator[Row]:
-    """A process that fails is reported; the others go on."""
-    try:
-        yield from rows
-    except RuntimeError as error:
-        Console(stderr=True).print(f"failed: {error}", markup=False, soft_wrap=True)
-
-
 class _Results:
     """Header and rows in a file, written with every row; what a row does not say is as in USUAL, or does not apply."""
 
     def __init__(self, path: Path, header: Row) -> None:
-        self.path, self.header, self._lock = path, header, Lock()
+        self.path, self.header, self.failed, self._lock = path, header, False, Lock()
         self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
+
+    def guarded(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """A process that fails is reported and remembered; the others go on."""
+        try:
+            yield from rows
+        except RuntimeError as error:
+            self.failed = True
+            Console(stderr=True).print(f"failed: {error}", markup=False, soft_wrap=True)
 
     def has(self, wanted: Row) -> bool:
         return any(wanted.items() <= (USUAL | row).items() for row in self.rows)
